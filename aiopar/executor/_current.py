@@ -7,7 +7,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-from .._base.arguments import returns_coroutine
+from .._base.arguments import check_instance, returns_coroutine
 from .._base.devices import Device, default_devices
 from .._base.forking import ReentrantLock
 from ._executor import DeviceExecutor
@@ -17,28 +17,23 @@ T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
 
-class _Default:
-    """The default executor of this process."""
-
-    def __init__(self) -> None:
-        # Re-entrant: a destructor or signal handler that interrupts `get` may ask for it too.
-        self.lock = ReentrantLock()
-        self._executor: DeviceExecutor | None = None
-
-    def get(self) -> DeviceExecutor:
-        """The executor; a new one at first, after a shutdown and in a forked child.
-
-        While it drains, its own calls still get it.
-        """
-        with self.lock:
-            if self._executor is None or not self._executor._dispatcher.pool.open:
-                pool = WorkerPool(default_devices(), grows=True)
-                self._executor = DeviceExecutor._of(Dispatcher(pool))
-            return self._executor
-
-
-_default = _Default()
+# Re-entrant: a destructor or signal handler that interrupts `_get_default` may call it, too.
+_lock = ReentrantLock()
+_default: DeviceExecutor | None = None
 _current: ContextVar[DeviceExecutor | None] = ContextVar("aiopar_executor", default=None)
+
+
+def _get_default() -> DeviceExecutor:
+    """The default executor: a new one at first, after a shutdown and in a forked child.
+
+    While it drains, its own calls still get it.
+    """
+    global _default  # noqa: PLW0603  # one for the process
+    with _lock:
+        if _default is None or not _default._dispatcher.pool.open:
+            pool = WorkerPool(default_devices(), grows=True)
+            _default = DeviceExecutor._of(Dispatcher(pool))
+        return _default
 
 
 def get_executor() -> DeviceExecutor:
@@ -54,7 +49,7 @@ def get_executor() -> DeviceExecutor:
         >>> aiopar.get_executor().submit(pow, 2, 3).result()
         8
     """
-    return _current.get() or _default.get()
+    return _current.get() or _get_default()
 
 
 def executor_near(device: torch.device) -> DeviceExecutor:
@@ -64,7 +59,7 @@ def executor_near(device: torch.device) -> DeviceExecutor:
     """
     executor = get_executor()
     if not executor._dispatcher.shares_memory:
-        executor = _default.get()
+        executor = _get_default()
     try:
         return executor.on(device)
     except ValueError:
@@ -90,8 +85,7 @@ def use_executor(executor: DeviceExecutor) -> Iterator[DeviceExecutor]:
         ...     aiopar.get_executor() is executor
         True
     """
-    if not isinstance(executor, DeviceExecutor):
-        raise TypeError(f"expected a DeviceExecutor, got {type(executor).__name__}")
+    check_instance("executor", executor, DeviceExecutor)
     token = _current.set(executor)
     try:
         yield executor

@@ -290,14 +290,16 @@ class DeviceExecutor(concurrent.futures.Executor):
             raise ValueError(
                 f"expected a device or a worker, or synchronize, got {device=} and {worker=}"
             )
-        dispatcher = self._dispatcher
+        workers = self._dispatcher.workers
         if device is not None:
-            dispatcher = dispatcher.on_device(parse_device(device))
+            [workers] = self._dispatcher.groups_on([parse_device(device)])
         elif worker is not None:
-            dispatcher = dispatcher.on_worker(self._worker(worker))
-        if synchronize is not None:
-            dispatcher = dispatcher.with_synchronize(synchronize)
-        return self._of(dispatcher, is_view=True)
+            index = as_int("worker", worker)
+            if not 0 <= index < len(workers):
+                expected = f"expected one in [0, {len(workers)})"
+                raise ValueError(f"worker {index} is out of range: {expected}")
+            workers = (workers[index],)
+        return self._view(workers, synchronize)
 
     def _one_for_each(
         self, devices: Sequence[torch.device], taken: Sequence[Worker] = ()
@@ -313,13 +315,14 @@ class DeviceExecutor(concurrent.futures.Executor):
         return chosen
 
     def _on_worker(self, worker: Worker) -> "DeviceExecutor":
-        return self._of(self._dispatcher.on_worker(worker), is_view=True)
+        return self._view((worker,))
 
-    def _worker(self, index: int) -> Worker:
-        index, workers = as_int("worker", index), self._dispatcher.workers
-        if not 0 <= index < len(workers):
-            raise ValueError(f"worker {index} is out of range: expected one in [0, {len(workers)})")
-        return workers[index]
+    def _view(self, workers: Sequence[Worker], synchronize: bool | None = None) -> "DeviceExecutor":
+        dispatcher = self._dispatcher
+        if synchronize is None:
+            synchronize = dispatcher.synchronize
+        view = Dispatcher(dispatcher.pool, workers, synchronize=synchronize)
+        return self._of(view, is_view=True)
 
     @returns_coroutine
     def run_sync(
@@ -395,7 +398,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         assert worker is not None  # noqa: S101  # no executor is without workers
-        step = partial(_step, self._dispatcher.on_worker(worker), caller)
+        step = partial(_step, self._dispatcher, worker, caller)
         return Iteration(step, partial(fn, *args), caller, buffer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -512,7 +515,9 @@ def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
     return executor
 
 
-def _step(dispatcher: Dispatcher, caller: CallerState, fn: Callable[[], T]) -> Future[T]:
+def _step(
+    dispatcher: Dispatcher, worker: Worker, caller: CallerState, fn: Callable[[], T]
+) -> Future[T]:
     call = FutureCall(fn, (), caller)
-    dispatcher.put(call)
+    dispatcher.put(call, worker)
     return call.future

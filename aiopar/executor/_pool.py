@@ -23,14 +23,7 @@ from ..futures._wakeup import ki_protected
 from ._backpressure import Admission
 from ._call import Call, CallQueue
 from ._gang import GangCall
-from ._observer import (
-    CallInfo,
-    CallWatch,
-    ExecutorObserver,
-    Listeners,
-    Observers,
-    all_executors,
-)
+from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_executors
 from ._worker import (
     Worker,
     WorkerFactory,
@@ -167,14 +160,12 @@ class WorkerPool:
 
     def ensure(self, devices: Sequence[torch.device]) -> None:
         """Have a worker for each `(device, k-th repeat)`, if this pool may grow."""
-        if not self.grows:
-            return
-        for device in dict.fromkeys(devices):
-            wanted = devices.count(device)
-            if len(self.workers_of(device)) < wanted:
+        for device in dict.fromkeys(devices) if self.grows else ():
+            siblings, wanted = self.workers_of(device), devices.count(device)
+            if len(siblings) < wanted:
                 with self._lock:
                     self.check_open()  # a worker added later would never be stopped
-                    while len(self.workers_of(device)) < wanted:
+                    while len(siblings) < wanted:
                         self._add_worker(device)
 
     def add(self, devices: Sequence[torch.device]) -> list[Worker]:
@@ -233,28 +224,24 @@ class WorkerPool:
             self._take_back_if_closed(call)
 
     def _queue(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        observers = self.observers.current
         common = self._common_queue  # read once: the pool may grow meanwhile
+        chosen: Worker | CallQueue
         if len(workers) == 1:
-            if observers is not None:
-                _watch(observers, call, workers[0].device, workers[0].index)
-            workers[0].put(call)
+            chosen, index = workers[0], workers[0].index
         elif common is not None:
-            if observers is not None:
-                _watch(observers, call, common.device, None)
-            common.put(call)  # the first worker that is free takes it
+            chosen, index = common, None  # the first worker that is free takes the call
         else:
             worker = least_loaded(workers)
             assert worker is not None  # noqa: S101  # no executor is without workers
-            if observers is not None:
-                index = worker.index if is_accelerator(worker.device) else None
-                _watch(observers, call, worker.device, index)
             shared = self._shared.get(worker.device)
-            if shared is None:
-                call.movable = True
-                worker.put(call)
-            else:
-                shared.put(call)
+            call.movable = shared is None
+            chosen, index = (worker, worker.index) if shared is None else (shared, None)
+        observers = self.observers.current
+        if observers is not None:
+            fn = call.fn  # read once: a member of a gang may be cancelled at any moment
+            if fn is not None:
+                call.watch = CallWatch(observers, CallInfo(fn, chosen.device, index))
+        chosen.put(call)
 
     @property
     def _bound(self) -> Admission | None:
@@ -437,17 +424,6 @@ class WorkerPool:
         self._state = _PoolState.FORKED
 
 
-def _watch(
-    observers: Listeners[ExecutorObserver],
-    call: Call[Any],
-    device: torch.device,
-    worker: int | None,
-) -> None:
-    fn = call.fn  # read once: a member of a gang may be cancelled at any moment
-    if fn is not None:
-        call.watch = CallWatch(observers, CallInfo(fn, device, worker))
-
-
 def _take_back(call: Call[Any]) -> bool:
     """Drop a call before or after it was queued; False if it was claimed already."""
     claimed = call.claim()
@@ -549,27 +525,6 @@ class Dispatcher:
     def devices(self) -> tuple[torch.device, ...]:
         """The device of each worker."""
         return tuple(worker.device for worker in self.workers)
-
-    # Views.
-
-    def on_device(self, device: torch.device) -> "Dispatcher":
-        """A view on the workers of `device`.
-
-        Raises:
-            ValueError: There are none.
-        """
-        self.pool.ensure([device])
-        workers = self.workers_on(device)
-        self._check_enough(1, workers, device)
-        return Dispatcher(self.pool, workers, synchronize=self.synchronize)
-
-    def on_worker(self, worker: Worker) -> "Dispatcher":
-        """A view on one worker of this dispatcher."""
-        return Dispatcher(self.pool, (worker,), synchronize=self.synchronize)
-
-    def with_synchronize(self, synchronize: bool) -> "Dispatcher":
-        """A view on the same workers."""
-        return Dispatcher(self.pool, self.workers, synchronize=synchronize)
 
     def workers_on(self, device: torch.device) -> Sequence[Worker]:
         """The workers on `device`; there may be none."""

@@ -165,7 +165,7 @@ async def test_use_executor_reaches_calls_tasks_and_workers_of_its_context() -> 
 
 @pytest.mark.parametrize("given", [None, "cpu", aiopar.DeviceExecutor])
 def test_use_executor_refuses_other_objects(given: Any) -> None:
-    with pytest.raises(TypeError, match="expected a DeviceExecutor"):
+    with pytest.raises(TypeError, match="executor must be a DeviceExecutor"):
         aiopar.use_executor(given).__enter__()
 
 
