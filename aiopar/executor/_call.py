@@ -128,6 +128,7 @@ class Call(Generic[T]):
     subclass says where the result goes (`finish`, `cancel`).
     """
 
+    kwargs = NO_KWARGS
     streams: tuple[CallerStream, ...] | None = None
     """The streams of all callers, if there are several callers; None: the streams of `state`."""
     synchronize = True
@@ -156,7 +157,6 @@ class Call(Generic[T]):
         """Make a call under `state`; None: the state of the calling code is captured here."""
         self.fn = fn
         self.args = args
-        self.kwargs = NO_KWARGS
         self.state = CallerState() if state is None else state
         self.token = [None]
 

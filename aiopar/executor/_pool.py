@@ -227,19 +227,20 @@ class WorkerPool:
         common = self._common_queue  # read once: the pool may grow meanwhile
         chosen: Worker | CallQueue
         if len(workers) == 1:
-            chosen, index = workers[0], workers[0].index
+            chosen = workers[0]
         elif common is not None:
-            chosen, index = common, None  # the first worker that is free takes the call
+            chosen = common  # the first worker that is free takes the call
         else:
             worker = least_loaded(workers)
             assert worker is not None  # noqa: S101  # no executor is without workers
             shared = self._shared.get(worker.device)
             call.movable = shared is None
-            chosen, index = (worker, worker.index) if shared is None else (shared, None)
+            chosen = worker if shared is None else shared
         observers = self.observers.current
         if observers is not None:
             fn = call.fn  # read once: a member of a gang may be cancelled at any moment
             if fn is not None:
+                index = None if isinstance(chosen, CallQueue) else chosen.index
                 call.watch = CallWatch(observers, CallInfo(fn, chosen.device, index))
         chosen.put(call)
 
