@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from .._base.arguments import check_callable, check_int, check_number, described, is_iterable
 from .._base.devices import Device, parse_device, parse_devices
 from ..executor._executor import DeviceExecutor, check_executor
-from ..executor._worker import check_capability
 from ._cursor import check_generator
 from ._pinned import can_pin
 from ._processes import ProcessLoader
@@ -49,12 +48,7 @@ class LoaderSettings:
         self.max_failures = check_int("max_failures", self.max_failures, at_least=0)
         executor = check_executor(self.executor)
         if executor is not None:
-            check_capability(
-                executor._dispatcher.workers,
-                "shared_memory",
-                "AsyncDataLoader",
-                'use worker_type="process"',
-            )
+            executor._dispatcher.check_shares_memory("AsyncDataLoader", 'use worker_type="process"')
         if self.worker_type not in ("thread", "process"):
             raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
         if not self.processes and self.multiprocessing_context is not None:

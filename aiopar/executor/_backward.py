@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge, Node
 from .._base.arguments import returns_coroutine, shown_as
 from .._base.devices import accelerators_in_use, current_stream, is_accelerator, record_event
 from ._current import executor_near
-from ._worker import check_capability, current_worker
+from ._worker import current_worker
 
 _Differentiable: TypeAlias = Tensor | GradientEdge
 
@@ -79,9 +79,7 @@ def backward(
     wanted = None if inputs is None else _as_tuple("inputs", inputs)
     call = partial(_backward, losses, gradients, retain_graph, create_graph, wanted)
     executor = executor_near(_device_of(losses[0]))
-    check_capability(
-        executor._dispatcher.default_workers,
-        "shared_memory",
+    executor._dispatcher.check_shares_memory(
         "backward()",
         "use a DeviceExecutor; to train in processes or on machines, use torch's "
         "DistributedDataParallel",

@@ -36,7 +36,7 @@ from ._gang import Gang, GangCall
 from ._generators import Iteration
 from ._observer import ExecutorObserver
 from ._pool import Dispatcher, WorkerPool
-from ._worker import Worker, WorkerStats, check_capability, least_loaded
+from ._worker import Worker, WorkerStats, least_loaded
 
 T = TypeVar("T")
 
@@ -389,12 +389,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         """
         check_callable(fn, generators=True)
         buffer = check_int("buffer", buffer, at_least=0)
-        check_capability(
-            self._dispatcher.default_workers,
-            "iterate",
-            "iterate()",
-            "use a DeviceExecutor, or return a list",
-        )
+        self._dispatcher.check_shares_memory("iterate()", "use a DeviceExecutor, or return a list")
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         assert worker is not None  # noqa: S101  # no executor is without workers

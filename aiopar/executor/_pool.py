@@ -27,7 +27,6 @@ from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_exe
 from ._worker import (
     Worker,
     WorkerFactory,
-    check_capability,
     current_call,
     current_worker,
     least_loaded,
@@ -515,9 +514,7 @@ class Dispatcher:
         """The workers of calls that ask for no device."""
         self.synchronize = synchronize
         if not synchronize:
-            check_capability(
-                self.workers, "streams", "synchronize=False", "its results are always complete"
-            )
+            self.check_shares_memory("synchronize=False", "its results are always complete")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("the threads of an executor can be neither pickled nor copied")
@@ -579,7 +576,13 @@ class Dispatcher:
     @property
     def shares_memory(self) -> bool:
         """Whether calls see the caller's own modules and tensors, not copies on hosts."""
-        return all(worker.capabilities.shared_memory for worker in self.workers)
+        return all(worker.shares_memory for worker in self.workers)
+
+    def check_shares_memory(self, what: str, instead: str) -> None:
+        """Raise `NotImplementedError`, which says what to do `instead`, if calls run on hosts."""
+        for worker in self.workers:
+            if not worker.shares_memory:
+                raise NotImplementedError(f"{what} cannot run on worker {worker.label}: {instead}")
 
     # Calls.
 

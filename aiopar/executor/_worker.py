@@ -4,12 +4,11 @@ import threading
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import WeakMethod
 
 import torch
 
-from .._base.forking import after_fork_in_child
 from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from ..errors import WorkerLost
@@ -59,24 +58,9 @@ class WorkerStats:
     host: HostInfo | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCapabilities:
-    """What a kind of worker can do; asked before any work starts.
-
-    Attributes:
-        streams: Results can be ordered on the device, without a wait for them.
-        iterate: It can run a generator step by step.
-        shared_memory: Its calls see the caller's own modules and tensors, not copies.
-    """
-
-    streams: bool
-    iterate: bool
-    shared_memory: bool
-
-
 MOST_LOSSES = 4
-"""How often the call of a module is tried again because its host was lost. There is a bound
-because the input may be what ends hosts."""
+"""How often the call of a module is tried again because its host was lost: its input may be the
+reason."""
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]]) -> T:
@@ -92,7 +76,9 @@ class Worker(Protocol):
 
     device: torch.device
     index: int
-    capabilities: WorkerCapabilities
+    shares_memory: bool
+    """Whether its calls run in this process: they see the caller's modules and tensors, not copies;
+    results can be ordered on the device; a generator can run step by step."""
     launches: Launches | None
     """The launches of its calls on accelerators; None without accelerators."""
     ended: Future[None]
@@ -100,8 +86,8 @@ class Worker(Protocol):
     on_idle: Callable[[], object] | None
     """Called when the worker may have become idle."""
     on_host_lost: "set[WeakMethod[Callable[[Worker, WorkerLost], None]]]"
-    """Called with the worker and the reason, from any thread, when its host was lost. A host that
-    is noticed to be lost only by the next call does not count."""
+    """Called with the worker and the reason, from any thread, when its host was lost, unless only
+    the next call notices that."""
 
     @property
     def label(self) -> str:
@@ -137,10 +123,10 @@ class Worker(Protocol):
         kwargs: Mapping[str, Any],
         state: CallerState,
     ) -> Any:
-        """Return `fn(*args, **kwargs)`, run under a caller's state.
+        """Return `fn(*args, **kwargs)`, run under a caller's state, on a thread of this worker.
 
         Every user function runs here: the function of a call or of a batch, the module of a
-        replica. `run` is called on a thread of this worker and may block.
+        replica.
 
         Raises:
             TypeError: The result is of a type in `NOT_BEGUN`: its code would not run under `state`.
@@ -149,13 +135,13 @@ class Worker(Protocol):
     def keep(self, value: T, *, replica: bool = False) -> T:
         """What stands for `value` in the arguments of `run`, on every worker of its executor.
 
-        On a host it is a copy, which the host gets once. Later changes of `value` may not be seen.
+        Each host gets one copy of `value`. It may not see later changes of `value`.
 
         Args:
-            value: A module or function that many calls use. If it stands for one already, hosts
-                make another copy of that.
-            replica: Whether a copied module is moved to the device of its host, and its weights
-                require no gradients.
+            value: A module or function that many calls use. If it stands for a value already, hosts
+                make another copy of that value.
+            replica: Whether the copy of a module is moved to the device of its host, and its
+                weights require no gradients.
         """
 
     def expect_launches(self) -> None:
@@ -171,10 +157,10 @@ class Worker(Protocol):
         """Cancel every call that has not started."""
 
     def kill(self, *, left_only: bool = False) -> None:
-        """End its host at once if a call runs there: the call raises `WorkerLost`.
+        """End its host at once if a call runs there: the call raises `WorkerLost`; never blocks.
 
-        Without a host this does nothing: no thread can be interrupted. From any thread; never
-        blocks. If its executor is being closed, no other host is started.
+        Without a host this does nothing: no thread can be interrupted. If its executor is being
+        closed, no other host is started.
 
         Args:
             left_only: Only if the caller has left.
@@ -187,7 +173,7 @@ class Worker(Protocol):
         """Wait until the worker has ended, unless this is one of its threads."""
 
     def stats(self) -> WorkerStats:
-        """The current counts."""
+        """Its counts at this moment."""
 
 
 class WorkerFactory(Protocol):
@@ -201,35 +187,11 @@ class WorkerFactory(Protocol):
         shares: CoreShares,
         queues: tuple[CallQueue, ...],
     ) -> Worker:
-        """Make a worker.
+        """Make the worker `index` of a pool; its threads are called `name`.
 
-        Args:
-            device: Its device.
-            index: Its index in the pool.
-            name: The name of its threads.
-            shares: How the CPU workers of the pool share the cores.
-            queues: The queues that it serves: one of its own, and perhaps one that the workers of
-                its device share.
+        The CPU workers of the pool share the cores by `shares`. The worker serves `queues`: one of
+        its own, and perhaps one that the workers of its device share.
         """
-
-
-Capability = Literal["streams", "iterate", "shared_memory"]
-
-
-def check_capability(
-    workers: Iterable[Worker], capability: Capability, what: str, instead: str
-) -> None:
-    """Raise `NotImplementedError` if one of `workers` lacks what `what` needs.
-
-    Args:
-        workers: The workers that would run it.
-        capability: What they need.
-        what: What the caller wants, for the message.
-        instead: What to do instead, for the message.
-    """
-    for worker in workers:
-        if not getattr(worker.capabilities, capability):
-            raise NotImplementedError(f"{what} cannot run on worker {worker.label}: {instead}")
 
 
 class HasLoad(Protocol):
@@ -246,8 +208,8 @@ L = TypeVar("L", bound=HasLoad)
 def least_loaded(candidates: Iterable[L], without: Collection[L] = ()) -> L | None:
     """The candidate with the smallest load that is not in `without`; None if there is none.
 
-    The calling worker wins a tie, else the first candidate. A call usually waits for the calls that
-    it makes: on its own worker it can run them itself, without a switch of threads.
+    The calling worker wins a tie, else the first candidate: a call usually waits for the calls that
+    it makes, and its own worker can run them inside it, without a switch of threads.
     """
     best, lowest, own = None, 0.0, current_worker()
     for candidate in candidates:
@@ -263,8 +225,7 @@ class ServingThread(Protocol):
     """A thread that serves a worker."""
 
     @property
-    def worker(self) -> Worker:
-        """The worker."""
+    def worker(self) -> Worker: ...
 
     @property
     def innermost(self) -> Call[Any] | None:
@@ -278,8 +239,8 @@ class _Current(threading.local):
 _current = _Current()
 
 
-def set_current_thread(thread: ServingThread) -> None:
-    """Register the calling thread, which serves a worker from now on."""
+def set_current_thread(thread: ServingThread | None) -> None:
+    """Note that the calling thread is `thread`, which serves a worker from now on."""
     _current.thread = thread
 
 
@@ -293,9 +254,3 @@ def current_call() -> Call[Any] | None:
     """The call that the calling code is part of; None outside calls."""
     thread = _current.thread
     return None if thread is None else thread.innermost
-
-
-@after_fork_in_child
-def _forget_after_fork() -> None:
-    # In a child that was forked inside a call, the only thread serves no worker.
-    _current.thread = None

@@ -30,7 +30,7 @@ from ..errors import WorkerLost
 from ..futures._future import Future, running_future, thread_hooks
 from ._call import Call, CallQueue
 from ._streams import Launches
-from ._worker import Worker, WorkerCapabilities, WorkerStats, set_current_thread
+from ._worker import Worker, WorkerStats, set_current_thread
 
 T = TypeVar("T")
 
@@ -83,7 +83,7 @@ class ThreadWorker:
     The arguments are those of `WorkerFactory`.
     """
 
-    capabilities = WorkerCapabilities(streams=True, iterate=True, shared_memory=True)
+    shares_memory = True
 
     def __init__(
         self,
@@ -591,3 +591,4 @@ def _finish_launches(call: Call[Any], launches: Launches) -> bool:
 def _forget_after_fork() -> None:
     # In a child that was forked inside a call, the only thread serves no worker.
     thread_hooks.clear()
+    set_current_thread(None)

@@ -20,7 +20,7 @@ from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._call import AwaitedCall, Call, CallQueue, FutureCall
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
-from ..executor._worker import Worker, WorkerCapabilities, WorkerStats, current_call
+from ..executor._worker import Worker, WorkerStats, current_call
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
@@ -52,7 +52,7 @@ class HostWorker(ThreadWorker):
     # running   open       False    until the host is lost, or loses its device: cold again
     # killed    any        True     calls raise `WorkerLost`; no other host is started
 
-    capabilities = WorkerCapabilities(streams=False, iterate=False, shared_memory=False)
+    shares_memory = False
 
     def __init__(
         self,

@@ -31,7 +31,6 @@ from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
-from ..executor._worker import check_capability
 from ..futures._future import thread_hooks
 from ..futures._waiting import cancel_scope, heeding_ctrl_c
 from ..futures._wakeup import awaiter_here, delivered, ki_protected
@@ -530,7 +529,7 @@ class Batcher(Generic[In_contra, Out_co]):
             dispatcher.ensure(count)
             if kind.streams:
                 what, instead = "a Batcher of a generator function", "use a DeviceExecutor"
-                check_capability(dispatcher.workers, "iterate", what, instead)
+                dispatcher.check_shares_memory(what, instead)
             fn = dispatcher.keep(fn)
         make_part = LoopPart if kind.on_loop else WorkerPart
         options = (make_part, fn, self._settings, kind, executor, self._caller)

@@ -196,7 +196,7 @@ class WorkerPart(BatchPart):
             return None
         worker = self._worker = current_worker()
         assert worker is not None  # noqa: S101  # batches run on workers
-        if not worker.capabilities.shared_memory:
+        if not worker.shares_memory:
             self.audience = Audience(requests, call.leave)
         try:
             if worker.launches is not None:

@@ -238,7 +238,7 @@ class PoolReplica:
     @property
     def shares_memory(self) -> bool:
         """Whether the module runs in this process, not on a host."""
-        return self.worker.capabilities.shared_memory
+        return self.worker.shares_memory
 
     @property
     def in_service(self) -> bool:
