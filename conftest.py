@@ -58,14 +58,15 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 class _Groups(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives each process of the suite all tests of a file, or all tests on Ray.
+    """Gives each process of the suite all tests of a file, all on Ray, or all of one service.
 
-    The blocks of a page depend on each other, and the tests on Ray share one cluster.
+    The blocks of a page depend on each other; the tests on Ray share one cluster.
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        on_ray = re.search("(?<![a-z])ray(?![a-z])", nodeid)  # a file, a folder, a kind of worker
-        return "ray" if on_ray else str(super()._split_scope(nodeid))
+        # A file, a folder, a kind of worker.
+        shared = re.search("(?<![a-z])ray(?![a-z])|embedding_service", nodeid)
+        return shared[0] if shared else str(super()._split_scope(nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)
