@@ -25,8 +25,7 @@ from .executor._gang import Replica, current_replica
 from .executor._generators import Iteration
 from .executor._observer import CallInfo, ExecutorObserver
 from .executor._worker import HostInfo, WorkerStats
-from .futures._future import Future
-from .futures._torch_futures import wrap_future
+from .futures._future import Future, wrap_future
 from .futures._waiting import as_completed, collect_all, wait_all
 from .nn import (
     CallbackContext,

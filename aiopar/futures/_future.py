@@ -1,4 +1,4 @@
-"""`Future`: a `concurrent.futures.Future` that can be awaited and has torch's methods."""
+"""`Future`: a future of `concurrent.futures` that can be awaited; `wrap_future` for torch's."""
 
 import asyncio
 import concurrent.futures
@@ -8,11 +8,16 @@ from _thread import RLock
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError, InvalidStateError, _base
+from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, NoReturn, Protocol, Self, TypeVar, cast
+from typing import Any, NoReturn, Protocol, Self, TypeVar, overload
+
+import torch
 
 from .._base.arguments import check_callable
+from .._base.devices import result_events
 from .._base.tracebacks import awaitable_error, log_callback_error, own_traceback
+from .._base.tree import tensors
 from ..errors import BlockingWaitError
 from ._wakeup import Awaiter, awaiter_here, in_event_loop, ki_protected
 
@@ -36,10 +41,10 @@ class QueuedCall(Protocol):
 
 
 class ThreadHooks(threading.local):
-    """Functions that the current thread calls before it blocks; a worker's thread sets them."""
+    """What a thread calls before it blocks, if it serves a worker."""
 
     help: Callable[["Future[Any]"], None] | None = None
-    """Called before a wait for one future: runs the future's call here if the call is pending."""
+    """Called before a wait for one future: runs the call of the future here if it is pending."""
 
     about_to_block: Callable[[], None] = staticmethod(lambda: None)
     """Called before any wait: lets another thread serve the worker's queues.
@@ -55,7 +60,7 @@ class ThreadHooks(threading.local):
     """Whether this thread has called callbacks, which may have changed its torch state."""
 
     def clear(self) -> None:
-        """Remove the hooks: the thread is no worker's any more."""
+        """Remove the hooks: the thread serves no worker any more."""
         self.__dict__.clear()
 
 
@@ -63,7 +68,7 @@ thread_hooks = ThreadHooks()
 
 
 class _Nesting(threading.local):
-    """Nested callbacks of this thread: a callback may complete a future that has callbacks."""
+    """Nested callbacks of a thread: a callback may complete a future that has callbacks."""
 
     limit = 50
     depth = 0
@@ -71,7 +76,7 @@ class _Nesting(threading.local):
 
     def __init__(self) -> None:
         self.postponed: deque[Future[Any]] = deque()
-        """Futures whose callbacks are called after the outermost callback."""
+        """The futures whose callbacks run when the outermost callback has returned."""
 
 
 _nesting = _Nesting()
@@ -91,8 +96,7 @@ class Future(concurrent.futures.Future[T]):
     raises a RuntimeError that quotes them). `value` of a future that is not done raises
     `InvalidStateError`. `then` skips its function if the future that it returned was cancelled.
 
-    `asyncio.wait`, `asyncio.create_task` and `asyncio.isfuture` do not accept it. Wrap it with
-    `asyncio.wrap_future` or in a coroutine.
+    `asyncio.wait`, `asyncio.create_task` and `asyncio.isfuture` need `asyncio.wrap_future(future)`.
 
     A cancelled `await` cancels the call only if the call has not started, no other task awaits the
     future, and nothing else depends on it: no callback, no `then`, no thread in `result()`. A
@@ -110,13 +114,13 @@ class Future(concurrent.futures.Future[T]):
 
     def __init__(self) -> None:
         # The parent's `__init__` is not called: it makes a Condition, which is slow, and few
-        # threads ever block on a future. `_condition` makes it for the first such thread.
-        # The mutex is re-entrant: while it is held, the garbage collector may close a coroutine
-        # that awaits this future. `threading.RLock` would do, but is a slower Python function.
-        self._mutex = RLock()
+        # threads ever block on a future. `_condition` makes one for the first such thread.
         self._lazy_condition: threading.Condition | None = None
         # The mutex guards all writes. `_state` is read without the mutex: a final state is written
-        # last, so a thread that reads a final state also finds the result.
+        # last, so a thread that reads a final state also finds the result. Re-entrant: while a
+        # thread holds the mutex, the garbage collector may close a coroutine that awaits this
+        # future. `threading.RLock`, a Python function, is slower.
+        self._mutex = RLock()
         self._state = PENDING
         self._result: T = None  # type: ignore[assignment]  # set before it is read
         self._exception: BaseException | None = None
@@ -133,7 +137,7 @@ class Future(concurrent.futures.Future[T]):
         raise TypeError("a future can be neither copied nor pickled")
 
     def _made_condition(self) -> threading.Condition:
-        # The first look takes no mutex: `concurrent.futures.wait` asks again while it holds it.
+        # The first look takes no mutex: `concurrent.futures.wait`, which asks again, holds it.
         if self._lazy_condition is None:
             with self._mutex:
                 if self._lazy_condition is None:
@@ -170,11 +174,9 @@ class Future(concurrent.futures.Future[T]):
         Raises:
             RuntimeError: The future is running or done.
         """
-        if self.claim():
-            return True
-        if self.cancelled():
-            return False
-        raise RuntimeError(f"the future is already {self._state.lower()}")
+        if not (claimed := self.claim()) and not self.cancelled():
+            raise RuntimeError(f"the future is already {self._state.lower()}")
+        return claimed
 
     # Completion
 
@@ -184,7 +186,7 @@ class Future(concurrent.futures.Future[T]):
         Raises:
             InvalidStateError: The future is done already.
         """
-        if not self._complete(FINISHED, result, None):
+        if not self._complete(FINISHED, result):
             raise InvalidStateError(f"the future is already {self._state.lower()}")
 
     def set_exception(self, exception: BaseException | None) -> None:
@@ -200,18 +202,15 @@ class Future(concurrent.futures.Future[T]):
             raise InvalidStateError(f"the future is already {self._state.lower()}")
 
     def _fail(self, error: BaseException, then: Callable[[], object] | None = None) -> bool:
-        """Complete the future with an error, unless it is done; return whether it was not.
+        """Complete the future with an error; False if the future was done already.
 
-        Args:
-            error: The error.
-            then: Called after the waiters get the error, and before callbacks. An interruption may
-                cause a second call.
+        `then` is called before callbacks; after an interruption perhaps twice.
         """
-        return self._complete(FINISHED, cast(T, None), awaitable_error(error), then=then)
+        return self._complete(FINISHED, error=awaitable_error(error), then=then)
 
     def _fail_as(self, failed: "Future[Any]") -> None:
         """Complete the future with the error of `failed` and its first traceback."""
-        self._complete(FINISHED, cast(T, None), failed._exception, failed._traceback)
+        self._complete(FINISHED, error=failed._exception, traceback=failed._traceback)
 
     def cancel(self) -> bool:
         """Cancel the call if it has not started; every waiter gets `CancelledError`.
@@ -221,7 +220,7 @@ class Future(concurrent.futures.Future[T]):
         Returns:
             Whether the future is cancelled now.
         """
-        if self._complete(CANCELLED, cast(T, None), None) or self.cancelled():
+        if self._complete(CANCELLED) or self.cancelled():
             return True
         call = self.call  # read once: the call may end meanwhile
         if call is not None:
@@ -232,8 +231,8 @@ class Future(concurrent.futures.Future[T]):
     def _complete(
         self,
         state: str,
-        result: T,
-        exception: BaseException | None,
+        result: Any = None,
+        error: BaseException | None = None,
         traceback: TracebackType | None = None,
         then: Callable[[], object] | None = None,
     ) -> bool:
@@ -242,9 +241,9 @@ class Future(concurrent.futures.Future[T]):
                 if self._state in DONE or (self._state == RUNNING and state == CANCELLED):
                     return False
                 self._result = result
-                if exception is not None:
-                    self._exception = exception
-                    self._traceback = traceback or exception.__traceback__
+                if error is not None:
+                    self._exception = error
+                    self._traceback = traceback or error.__traceback__
                 if self._state == RUNNING:
                     self.call = None  # there is nothing to drop
                 self._state = state
@@ -258,10 +257,7 @@ class Future(concurrent.futures.Future[T]):
         return True
 
     def _tell(self, then: Callable[[], object] | None) -> None:
-        """Drop the call, wake the tasks, call the callbacks.
-
-        After an interruption, a second run does the steps that are left.
-        """
+        """Drop the call, wake the tasks, call the callbacks; a second run does what is left."""
         call = self.call
         if call is not None:
             call.drop()
@@ -360,8 +356,8 @@ class Future(concurrent.futures.Future[T]):
         self.add_done_callback(run)
         return child
 
-    # Waiting. A frame that raises the error first drops its reference to the future: the traceback
-    # refers to the frame, and the future to the error, which would be a cycle.
+    # Waiting. Before a frame raises the error, it drops its reference to the future. Otherwise the
+    # traceback of the error refers to the frame, the frame to the future, and that to the error.
 
     def result(self, timeout: float | None = None) -> T:
         """Return the value, after a wait of at most `timeout` seconds; as `concurrent.futures`.
@@ -406,8 +402,8 @@ class Future(concurrent.futures.Future[T]):
     def wait(self) -> T:
         """Block this thread until the future is done, and return the value.
 
-        A worker first runs a call of its executor itself if the call has not started. So calls that
-        wait for calls never deadlock, on any number of workers.
+        A worker runs a call of its executor itself if the call has not started. So calls that wait
+        for calls never deadlock, on any number of workers.
 
         Raises:
             BlockingWaitError: The future is not done, and this thread runs an event loop.
@@ -468,7 +464,7 @@ class Future(concurrent.futures.Future[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def _add_awaiter(self, awaiter: Awaiter) -> bool:
-        """Let the future wake `awaiter` when it is done; False if it is done already."""
+        """Let `awaiter` be woken when the future is done; False if the future is done already."""
         thread_hooks.about_to_block()
         with self._mutex:
             if self._state in DONE:
@@ -489,7 +485,7 @@ class Future(concurrent.futures.Future[T]):
                 return
             call, started = self.call, self._state == RUNNING
             if not started:
-                # Still with the lock, so that the next waiter finds the future cancelled.
+                # With the lock held, so that the next waiter finds the future cancelled.
                 self._state, self.call = CANCELLED, None
         if call is not None:
             call.leave() if started else call.drop()
@@ -498,8 +494,8 @@ class Future(concurrent.futures.Future[T]):
 class DoneCallback:
     """The `call` of a future that is made from other futures.
 
-    When the made future is cancelled, this removes its callback from the other futures. A callback
-    that stays would keep the other futures from being cancelled.
+    A callback `fn` of those futures completes it. When the made future is cancelled, the callback
+    is removed: it would keep the other futures from being cancelled.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
@@ -507,7 +503,7 @@ class DoneCallback:
         self._fn = fn
 
     def drop(self) -> None:
-        """Remove the callback: the future was cancelled."""
+        """Remove the callback: the made future was cancelled."""
         for other in self._others:
             other._remove_done_callback(self._fn)
 
@@ -516,10 +512,10 @@ class DoneCallback:
 
 
 def _free_wrapper(frame: FrameType) -> None:
-    """Let the frame in which asyncio awaits a failed future forget the future, soon.
+    """Clear the frame soon in which asyncio awaits a failed future.
 
-    `asyncio.gather` and `asyncio.wait_for` wrap a future in a coroutine of their own. The error's
-    traceback refers to its frame, the frame to the future, the future to the error: a cycle.
+    `asyncio.gather` and `asyncio.wait_for` wrap a future in a coroutine. The traceback of the error
+    refers to the coroutine's frame, the frame to the future, the future to the error: a cycle.
     """
     loop = asyncio._get_running_loop()
     if loop is not None and frame.f_globals.get("__name__") == "asyncio.tasks":
@@ -547,3 +543,78 @@ def _complete_by(child: Future[U], fn: Callable[[Future[T]], U], parent: Future[
         child.set_result(result)
     finally:
         del child, parent
+
+
+_FRAMES_OF_WRAPPED = (__name__, "torch.futures")
+
+
+@overload
+def wrap_future(future: Future[T] | torch.futures.Future[T]) -> Future[T]: ...
+
+
+@overload
+def wrap_future(future: Any) -> Future[Any]: ...
+
+
+def wrap_future(future: Any) -> Future[Any]:
+    """Make an aiopar future of a future of `torch.futures` or `torch.jit`, or a distributed `Work`.
+
+    The new future has the same value or error. It is done when the tensors of the value are
+    complete on their accelerators. It cannot be cancelled, because the work runs already.
+
+    Args:
+        future: The future or `Work`. A future of aiopar is returned unchanged.
+
+    Raises:
+        TypeError: `future` is something else.
+
+    Example:
+        >>> import asyncio, aiopar, torch
+        >>> theirs = torch.futures.Future()
+        >>> theirs.set_result(3)
+        >>> async def main():
+        ...     return await aiopar.wrap_future(theirs)
+        >>> asyncio.run(main())
+        3
+    """
+    if isinstance(future, Future):
+        return future
+    theirs = future.get_future() if hasattr(future, "get_future") else future
+    if not isinstance(theirs, torch._C.Future):
+        raise TypeError(f"expected a torch future or Work, got {type(future).__name__}")
+    wrapped: Future[Any] = running_future()
+
+    def finished(done: Any) -> None:
+        try:
+            result = done.wait()
+            # When torch calls back, the current streams are ordered after the computation.
+            events = result_events(tensors(result))
+        except BaseException as error:  # noqa: BLE001  # every error goes to the awaiter
+            # Without this frame and torch's frames, which refer to the error.
+            traceback = error.__traceback__
+            while traceback and traceback.tb_frame.f_globals["__name__"] in _FRAMES_OF_WRAPPED:
+                traceback = traceback.tb_next
+            wrapped.set_exception(error.with_traceback(traceback))
+            return
+        if not events:
+            wrapped.set_result(result)
+            return
+        # In a thread, because torch may call back on the loop's thread, with kernels still running.
+        complete = partial(_complete_after, events, wrapped, result)
+        try:
+            threading.Thread(target=complete, name="aiopar-wrap_future").start()
+        except RuntimeError:  # no more threads can be started
+            complete()
+
+    theirs.add_done_callback(finished)
+    return wrapped
+
+
+def _complete_after(events: list[torch.Event], future: Future[Any], result: object) -> None:
+    try:
+        for event in events:
+            event.synchronize()
+    except BaseException as error:  # noqa: BLE001  # a kernel's error goes to the awaiter
+        future.set_exception(own_traceback(error))
+    else:
+        future.set_result(result)

@@ -12,20 +12,9 @@ from ._wakeup import ki_protected
 class Semaphore:
     """A number of permits; tasks that wait for one get it in the order in which they came.
 
-    Tasks of several event loops may wait at the same time, on asyncio and on trio. `try_acquire`
-    and `release` may be called from any thread.
-
-    As `asyncio.Semaphore`. Differences: it belongs to no loop; `lift` ends the limit; `held` is the
-    number of permits in use, and `wait_idle` waits until it is 0.
-
-    Example:
-        >>> import asyncio
-        >>> async def main():
-        ...     turn = Semaphore(1)
-        ...     async with turn:
-        ...         return turn.held, turn.try_acquire()
-        >>> asyncio.run(main())
-        (1, False)
+    As `asyncio.Semaphore`, but tasks of several event loops may wait, on asyncio and on trio;
+    `try_acquire` and `release` may be called from any thread. `lift` ends the limit, and
+    `wait_idle` waits until no permit is in use.
     """
 
     def __init__(self, permits: float) -> None:
@@ -57,13 +46,12 @@ class Semaphore:
 
         A cancelled wait takes no permit: the next waiter gets it.
         """
+        if self.try_acquire():
+            return
+        waiter: Future[None] = Future()
         with self._lock:
-            if self.try_acquire():
-                return
-            waiter: Future[None] = Future()
             self._waiters[waiter] = None
-            granted = self._grant()  # a destructor may have released a permit since the first look
-        _complete(*granted)
+        self._grant()  # a permit may have been released meanwhile
         try:
             await waiter
         except BaseException:
@@ -76,22 +64,12 @@ class Semaphore:
     @ki_protected
     def release(self) -> None:
         """Give a permit back; the waiter that came first gets it."""
-        idle = None
-        with self._lock:
-            self._held -= 1
-            granted = self._grant()
-            if not self._held:
-                idle, self._idle = self._idle, None
-        _complete(*granted)
-        if idle is not None:
-            _complete(idle)
+        self._grant(released=1)
 
     def lift(self) -> None:
         """End the limit: all waiters and all later tasks get a permit."""
-        with self._lock:
-            self._permits = math.inf
-            granted = self._grant()
-        _complete(*granted)
+        self._permits = math.inf
+        self._grant()
 
     async def wait_idle(self) -> None:
         """Wait until all permits have been released."""
@@ -103,15 +81,21 @@ class Semaphore:
                 return
         await idle
 
-    def _grant(self) -> list[Future[None]]:
-        """Give free permits to waiters, and return these; with the lock held."""
-        granted = []
-        while self._waiters and self._held < self._permits:
-            waiter, _ = self._waiters.popitem(last=False)
-            if waiter.claim():  # else it was cancelled
-                self._held += 1
-                granted.append(waiter)
-        return granted
+    def _grant(self, released: int = 0) -> None:
+        """Give back permits, then give the free permits to waiters."""
+        done: list[Future[None]] = []
+        with self._lock:
+            self._held -= released
+            while self._waiters and self._held < self._permits:
+                waiter, _ = self._waiters.popitem(last=False)
+                if waiter.claim():  # else it was cancelled
+                    self._held += 1
+                    done.append(waiter)
+            if not self._held and self._idle is not None:
+                done.append(self._idle)
+                self._idle = None
+        for waiter in done:  # without the lock, because a woken task may take it at once
+            waiter.set_result(None)
 
     async def __aenter__(self) -> Self:
         await self.acquire()
@@ -119,9 +103,3 @@ class Semaphore:
 
     async def __aexit__(self, *exc_info: object) -> None:
         self.release()
-
-
-def _complete(*waiters: Future[None]) -> None:
-    # Without the lock, because a woken task may take it at once.
-    for waiter in waiters:
-        waiter.set_result(None)

@@ -57,7 +57,7 @@ def collect_all(futures: Iterable[Future[Any]]) -> Future[list[Future[Any]]]:
     if not collected:
         everything.set_result(collected)
         return everything
-    # One token per future. `pop` is atomic, so the future that ends last gets the last token, 0.
+    # One token per future. `pop` is atomic: the future that ends last gets the last token, 0.
     tokens = [*range(len(collected))]
 
     def finished(_: Future[Any]) -> None:
@@ -127,7 +127,7 @@ def heeding_ctrl_c() -> Iterator[None]:
         yield
     except KeyboardInterrupt:  # of trio, or without a loop
         if leaving:
-            _interrupted()
+            _look()
         raise
     except asyncio.CancelledError:
         look_for_ctrl_c()
@@ -142,12 +142,8 @@ def look_for_ctrl_c() -> None:
 
 def _look() -> None:
     if isinstance(sys.exception(), KeyboardInterrupt):
-        _interrupted()
-
-
-def _interrupted() -> None:
-    for callback in at_second_ctrl_c:
-        callback()
+        for callback in at_second_ctrl_c:
+            callback()
 
 
 async def settle(futures: Iterable[Future[Any]]) -> None:
@@ -155,9 +151,7 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
     running = [future for future in futures if not future.done()]
     if not running:
         return
-    # The scope shields from anyio's and trio's cancellation. `task.cancel()` of asyncio passes it,
-    # and raises once.
-    with cancel_scope(shield=True):
+    with cancel_scope(shield=True):  # `task.cancel()` of asyncio passes it, and raises once
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError), heeding_ctrl_c():
                 await collect_all(running)

@@ -48,8 +48,8 @@ class Waker:
         """
         # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
         # this append and that first pop, also without a GIL: either the drain finds the callback,
-        # or this thread finds the flag disarmed. Two threads may both wake the loop: it then finds
-        # an empty queue once.
+        # or this thread finds the flag disarmed. If two threads wake the loop, it finds an empty
+        # queue once.
         try:
             self._posted.append(deliver)
             if not self._armed:
@@ -68,7 +68,7 @@ class Waker:
         raise NotImplementedError
 
     def _wake_again(self) -> None:
-        """Wake the loop again: a delivery was interrupted, and others may wait behind it."""
+        """Wake the loop after an interruption: callbacks may wait in the queue."""
         self._armed = True
         self._wake()
 
@@ -112,9 +112,9 @@ class Waker:
         self._armed = False
 
 
-# An eventfd is never closed. A later loop uses it again, because a worker that still runs for a
-# closed loop may write at any time: then a closed descriptor's number may belong to another file,
-# while a late write here only wakes a loop for nothing.
+# An eventfd is never closed, but used again by a later loop. A worker that still runs for a closed
+# loop may write at any time: the number of a closed descriptor may belong to another file by then,
+# while a late write to an eventfd only wakes a loop for nothing.
 _spare_eventfds: list[int] = []
 
 
@@ -147,15 +147,11 @@ class _AsyncioWaker(Waker):
         loop = self._loop()
         return loop is None or loop.is_closed()
 
-    def withdraw(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give back the system resources of a waker that is not needed; its loop runs."""
+    def release(self, running: asyncio.AbstractEventLoop | None = None) -> None:
+        """Give back the eventfd; `running` is the loop of the waker if that runs."""
         if self._fd is not None:
-            loop.remove_reader(self._fd)
-        self.release()
-
-    def release(self) -> None:
-        """Give back the waker's system resources; its loop watches them no more."""
-        if self._fd is not None:
+            if running is not None:
+                running.remove_reader(self._fd)
             _spare_eventfds.append(self._fd)
             self._fd = None
 
@@ -226,7 +222,7 @@ def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
             # The garbage collector may have run meanwhile, and its coroutines have made one.
             waker = _wakers.setdefault(id(loop), made)
             if waker is not made:
-                made.withdraw(loop)
+                made.release(loop)
     return waker
 
 
