@@ -3,9 +3,8 @@
 import copy
 import math
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
@@ -37,9 +36,9 @@ Ts = TypeVarTuple("Ts")
 def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool) -> list[nn.Module]:
     """Copy `module` for each replica.
 
-    Copies on one device share their parameters, also with `module` if it is there. Each copy has
-    its own buffers. If the workers have hosts, one object stands for the copy on each host. Unless
-    `fresh`, `module` is this object already.
+    Copies on one device share their parameters, also with `module` if `module` is there. Each copy
+    has its own buffers. If the workers have hosts, one object stands for the copies on all hosts.
+    Unless `fresh`, `module` is this object already.
     """
     if not replicas[0].shares_memory:
         if fresh:
@@ -57,10 +56,7 @@ def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool)
 def loaded_copy(
     module: nn.Module, state_dict: Mapping[str, Any], strict: bool
 ) -> tuple[nn.Module, Any]:
-    """A deep copy of `module` that has loaded `state_dict`, and the result of `load_state_dict`.
-
-    Attributes that cannot be copied are shared: a lock, a tensor with a graph.
-    """
+    """A deep copy of `module` that has loaded `state_dict`, and the result of `load_state_dict`."""
     with torch.inference_mode(False):
         loaded = _deep_copy(module)
         for made, original in zip(all_tensors(loaded), all_tensors(module), strict=False):
@@ -71,6 +67,7 @@ def loaded_copy(
 
 
 def _deep_copy(module: nn.Module) -> nn.Module:
+    """A deep copy; attributes that cannot be copied are shared: a lock, a tensor with a graph."""
     try:
         return copy.deepcopy(module)
     except torch.OutOfMemoryError:
@@ -99,8 +96,7 @@ def _is_copyable(value: Any, modules: dict[int, nn.Module]) -> bool:
 # The warm-up.
 
 _compile_lock = ReentrantLock()
-_holds_compile_lock: ContextVar[bool] = ContextVar("aiopar_holds_compile_lock", default=False)
-
+"""Held while a module may compile: Dynamo and Inductor are not thread-safe."""
 
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments."""
@@ -125,34 +121,13 @@ def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
     return tuple((call, {}) if isinstance(call, tuple) else arguments_of(call) for call in calls)
 
 
-@contextmanager
-def _holding_compile_lock() -> Iterator[None]:
-    """Run the block, which may compile, while no other replica of the process compiles.
-
-    Dynamo and Inductor are not thread-safe. Nothing is locked while Dynamo is not loaded.
-    """
-    # A module that is warmed up may open a pool itself.
-    if "torch._dynamo" not in sys.modules or _holds_compile_lock.get():
-        yield
-        return
-    if not _compile_lock.acquire(blocking=False):
-        # The holder of the lock may wait for a call in the queue of this worker.
-        thread_hooks.about_to_block()
-        _compile_lock.acquire()
-    token = _holds_compile_lock.set(True)
-    try:
-        yield
-    finally:
-        _holds_compile_lock.reset(token)
-        _compile_lock.release()
-
-
 # Replicas.
 
 _CHECK_PAUSE = 10.0
 """The pause after a warm-up that failed calls have caused, in multiples of its duration.
 
-So clients that send bad inputs again and again take little of a replica's time."""
+Clients that send bad inputs again and again then take little of a replica's time.
+"""
 
 
 class OutsideModule(Exception):  # no user sees it
@@ -162,12 +137,12 @@ class OutsideModule(Exception):  # no user sees it
 class ReplicaFailed(RuntimeError):
     """A replica cannot answer, and the input is not the reason. A pool or its batcher handles it.
 
-    The cause is the module's error for the input; the module has then failed for the warm-up input
-    too. Or the cause is a `WorkerLost`. Without a cause, the replica was known to be broken, and
-    the input was not run.
+    The cause is the module's error for the input, and the module has failed for the warm-up input
+    too. Or the cause is a `WorkerLost`. Without a cause, the replica was out of service, and the
+    input was not run.
 
     Attributes:
-        module: The module that failed; the replica may have another one since.
+        module: The module that failed; the replica may have another module since.
     """
 
     def __init__(self, message: str, module: object) -> None:
@@ -189,7 +164,7 @@ REBUILDING: Final = ("rebuilding", "returning")
 
 
 class PoolReplica:
-    """A copy of the pool's module on one device. The pool decides when it serves.
+    """A copy of the pool's module on one device. The pool decides when the replica serves.
 
     Its states::
 
@@ -200,11 +175,11 @@ class PoolReplica:
     Attributes:
         index: Its index in the pool's `devices`.
         pool_executor: The executor of the pool.
-        worker: The worker that all its calls run on.
+        worker: The worker that runs all its calls.
         module: The copy that it serves with; None when the pool has taken it out of service.
         state: See above. Statistics show `returning` as `rebuilding`.
         rebuilds: How often it was rebuilt.
-        in_flight: A permit per call that waits for it or runs on it.
+        in_flight: A permit per call that waits for the replica or runs on it.
     """
 
     def __init__(
@@ -219,7 +194,7 @@ class PoolReplica:
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
         # A call that waits for other calls lets another thread run them: two calls may end at once.
-        # Re-entrant: a module that is dropped under it may have a destructor.
+        # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
         self._consecutive_failures = 0
         self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before
@@ -247,7 +222,7 @@ class PoolReplica:
 
     @property
     def returning(self) -> bool:
-        """Whether the replica is out of service until the new host of its worker has started."""
+        """Whether the replica is out of service only until its worker has a new host."""
         return self.state == "returning"
 
     @property
@@ -258,14 +233,9 @@ class PoolReplica:
     def call(
         self, caller: CallerState, fn: Callable[[*Ts], T], *args: *Ts
     ) -> Coroutine[Any, Any, T]:
-        """Run `fn(*args)` on its worker, on the streams of `caller`.
-
-        `fn` is the pool's own code, which runs the module by `Worker.run`.
-        """
-        call = AwaitedCall(fn, args, caller)
-        call.internal = True
-        dispatcher = self.pool_executor._dispatcher
-        call.synchronize = dispatcher.synchronize
+        """Run `fn(*args)`, the pool's own code, on its worker and the streams of `caller`."""
+        call, dispatcher = AwaitedCall(fn, args, caller), self.pool_executor._dispatcher
+        call.internal, call.synchronize = True, dispatcher.synchronize
         return await_call(call, dispatcher.pool, [self.worker], abandon_on_cancel=False)
 
     def install(self, module: nn.Module) -> None:
@@ -282,13 +252,13 @@ class PoolReplica:
     def run_batch(
         self, caller: CallerState, compute: Callable[..., Any], args: tuple[Any, ...]
     ) -> Any:
-        """Return `compute(call, *args)` for a batch of a `Batcher`; on its worker.
+        """Return `compute(call, *args)` for a batch of a `Batcher`. The caller is on the worker.
 
         Args:
             caller: The state that `compute` runs under.
-            compute: Runs on the host of the worker. `call` is the `ModuleCall` of this replica. An
-                error that is not the module's is raised as `OutsideModule`.
-            args: Its other arguments.
+            compute: Runs on the host of the worker. `call` is the `ModuleCall` of this replica.
+                `compute` raises an error that is not the module's as `OutsideModule`.
+            args: The other arguments.
 
         Raises:
             ReplicaFailed: The replica is broken or out of service.
@@ -310,7 +280,7 @@ class PoolReplica:
             del error
 
     def answer(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """As `run_batch`, but the caller holds a permit of `in_flight`."""
+        """As `run_batch`, for a caller that holds a permit of `in_flight`."""
         # Read once: the whole answer comes from this module, whatever is installed meanwhile.
         module = self.module
         if module is None or not self.in_service:
@@ -327,7 +297,7 @@ class PoolReplica:
         except (Exception, SystemExit) as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
-                # Here, not where the error is handled: the caller may have left.
+                # Not where the error is handled, because the caller may have left.
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error
@@ -387,15 +357,22 @@ class PoolReplica:
     def prepare(self, module: nn.Module, caller: CallerState) -> None:
         """Make a fresh copy ready to serve; on its worker."""
         if self.shares_memory and is_accelerator(self.worker.device):
-            # The copy's memory belongs to another stream. Calls of this worker may still read it
-            # when it is freed.
+            # The copy's memory belongs to another stream. When it is freed, calls of this worker
+            # may still read it.
             share_memory(all_tensors(module), current_stream(self.worker.device))
+        may_compile = "torch._dynamo" in sys.modules
+        if may_compile and not _compile_lock.acquire(blocking=False):
+            # The holder of the lock may wait for a call in the queue of this worker.
+            thread_hooks.about_to_block()
+            _compile_lock.acquire()
         try:
-            with _holding_compile_lock():
-                self.warm_up(module, caller)
+            self.warm_up(module, caller)
         except Exception as error:
             add_note_once(error, f"in the warm-up of {self._where}")
             raise
+        finally:
+            if may_compile:
+                _compile_lock.release()
 
     def stats(self) -> ReplicaStats:
         """A snapshot."""
@@ -412,21 +389,15 @@ class PoolReplica:
             )
 
 
+@dataclass(slots=True)
 class ModuleCall:
-    """Calls a module on its device; on the host of a worker.
+    """Calls a module on its device; on the host of a worker."""
 
-    Args:
-        module: The module, or what stands for it (`Worker.keep`).
-        device: Inputs are moved there.
-        inference_mode: Whether it runs under `torch.inference_mode`.
-    """
-
-    __slots__ = ("device", "inference_mode", "module")
-
-    def __init__(self, module: nn.Module, device: torch.device, inference_mode: bool) -> None:
-        self.module = module
-        self.device = device
-        self.inference_mode = inference_mode
+    module: nn.Module
+    """The module, or what stands for it (`Worker.keep`)."""
+    device: torch.device
+    """Inputs are moved there."""
+    inference_mode: bool
 
     def __call__(self, batch: Any) -> Any:
         """Call the module with a batch."""

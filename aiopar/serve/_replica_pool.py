@@ -70,13 +70,13 @@ class ReplicaPool(Generic[Out_co]):
       A failed rebuild is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
       broken, only new weights help. Without a warm-up input no replica counts as broken. If the
       warm-up input succeeds, the failed calls had bad inputs. The replica then does not run the
-      warm-up input again for ten times as long as it took.
+      warm-up input again for ten times as long as this run took.
     - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired: a
       process cannot get a lost device back. Their calls are tried once more on other devices.
 
-    Replicas on one device share their parameters, also with `module` if it is there: an in-place
-    edit of the parameters shows at once. Each replica has its own buffers, and its own attributes
-    that `forward` sets. The module keeps its training mode: call `eval()` before.
+    Replicas on one device share their parameters, also with `module` if `module` is there: an
+    in-place edit of the parameters shows at once. Each replica has its own buffers, and its own
+    attributes that `forward` sets. The module keeps its training mode: call `eval()` before.
 
     `async with` or the first use opens the pool. The pool belongs to the event loop that opens it:
     its background work runs there, under the state of the task that opened it. Calls may come from
@@ -84,12 +84,12 @@ class ReplicaPool(Generic[Out_co]):
     its latest module. Their statistics start at 0.
 
     Args:
-        module: The module. It is not changed, and is kept until the pool gets another module.
+        module: The module. The pool does not change it, and keeps it until `swap`.
         devices: One replica per entry; repeats are allowed. None: the devices of `executor`.
             Without an executor: every accelerator, or, without accelerators, the CPU once per core
             (at least twice).
-        executor: Where the replicas run. None: the current executor when the pool is opened. The
-            pool does not close it.
+        executor: Where the replicas run; the pool does not close it. None: the executor that is
+            current when the pool is opened.
         warmup: What every replica runs before it is ready: a batch, a tuple of positional
             arguments, a mapping of keyword arguments, or a list of these.
         inference_mode: Whether the module runs under `torch.inference_mode`. If False, it runs
@@ -134,21 +134,21 @@ class ReplicaPool(Generic[Out_co]):
         self._devices = None if devices is None else parse_devices(devices)
         self._executor = executor
         # A pool is new (no replicas), opening (`_opening`), open (replicas), closing or closed
-        # (`_closing`). After that `async with` makes it new.
+        # (`_closing`). `async with` makes a closed pool new.
         self._replicas: tuple[PoolReplica, ...] = ()
         self.name: str = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
         self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
         self._module = checked  # replicas are copies of it
-        self._hosted: nn.Module | None = None  # stands for its copy on each host
+        self._hosted: nn.Module | None = None  # stands for the copies of the module on all hosts
         self._closing = False
         # The fields above change under this lock, and so do the states of replicas.
-        # Re-entrant: a module that is dropped under it may have a destructor.
+        # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
+        # When a replica has come into service or left it, this future is done, and the listeners
+        # are called in the thread of that change.
         self._changed: Future[None] = running_future()
-        """Done when a replica has come into service or left it."""
-        # Called when a replica has come into service or left it, in the thread of that change.
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.
         self._tasks: Tasks | None = None
@@ -205,11 +205,11 @@ class ReplicaPool(Generic[Out_co]):
 
     @returns_coroutine
     def __call__(self, *inputs: Any, **kwargs: Any) -> Coroutine[Any, Any, Out_co]:
-        """Return the module's output for a batch, on the device of the replica that ran it.
+        """Return the module's output for a batch, on the device of the replica that ran the batch.
 
         The caller's state is captured now. The replica is chosen when the coroutine is awaited.
-        Inputs are moved to its device. A cancelled call is dropped if it has not started; if it
-        runs, its end is awaited first.
+        Inputs are moved to its device. A cancelled call is dropped if it has not started. The end
+        of a call that runs is awaited first.
 
         Awaiting it raises the module's own error, with a note that names replica and device.
 
@@ -232,6 +232,7 @@ class ReplicaPool(Generic[Out_co]):
         """Return the output of a replica; of another one, if the first is broken or lost."""
         cause: BaseException | None = None  # the error of the first try
         failure: BaseException | None = None
+        args = caller, ModuleCall.run, (inputs, kwargs)
         try:
             while True:
                 changed = self._changed  # read first: a change may come after the look
@@ -241,7 +242,6 @@ class ReplicaPool(Generic[Out_co]):
                     continue
                 async with replica.in_flight:
                     try:
-                        args = caller, ModuleCall.run, (inputs, kwargs)
                         return await replica.call(caller, replica.answer, *args)
                     except Exception as error:
                         broken = isinstance(error, ReplicaFailed)
@@ -249,7 +249,8 @@ class ReplicaPool(Generic[Out_co]):
                             raise
                         self._failed(replica, error)
                         failure = error.__cause__ if broken else error
-                if failure is not None:  # else it went out of service before the call began
+                # Without a failure the replica went out of service before the call began.
+                if failure is not None:
                     if cause is not None or isinstance(failure, WorkerLost):
                         raise failure
                     cause = failure
@@ -265,9 +266,8 @@ class ReplicaPool(Generic[Out_co]):
     ) -> Coroutine[Any, Any, Any]:
         """Serve with other weights: `swap` to a copy of the module that has loaded `state_dict`.
 
-        Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited. Only the copy
-        changes; if anything fails, the pool stays as it is. There is no `assign`: values are
-        copied.
+        Mirrors `torch.nn.Module.load_state_dict`. Differences: it is awaited. If anything fails,
+        the pool stays as it is. There is no `assign`: values are copied.
 
         Args:
             state_dict: Parameters and buffers, on any device.
@@ -278,62 +278,52 @@ class ReplicaPool(Generic[Out_co]):
 
         Raises:
             TypeError: `state_dict` is not a mapping.
-            RuntimeError: It does not fit the module (torch's message).
+            RuntimeError: `state_dict` does not fit the module (torch's message).
             ReplicaUnavailable: Every replica is retired.
             ServiceClosed: The pool is closed.
         """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"expected a state_dict, got {type(state_dict).__name__}")
-        call = self._load_state_dict(CallerState(), state_dict, strict)
+        call = self._replace(CallerState(), None, state_dict, strict)
         return shown_as(call, "ReplicaPool.load_state_dict")
-
-    async def _load_state_dict(
-        self, caller: CallerState, state_dict: Mapping[str, Any], strict: bool
-    ) -> Any:
-        await self._open(caller)
-        self._forget_closed_loop()
-        async with self._installing:
-            self._check_open()
-            replica, module = self._usable(), self._module
-            loaded, keys = await replica.call(caller, loaded_copy, module, state_dict, strict)
-            await self._replace(caller, loaded)
-        return keys
 
     @returns_coroutine
     def swap(self, module: nn.Module) -> Coroutine[Any, Any, None]:
         """Serve with another module: copy it, warm the copies up, then put them in place.
 
-        Calls that have started end with the old module. When this returns, every later call gets
-        the new module, whichever replica it goes to. The copies are warmed up one after the other
-        on the workers, between calls. If one of them fails, the pool stays as it is. Concurrent
-        swaps are done one after the other.
-
-        Awaiting it raises the new module's own error in the warm-up.
+        Calls that have started end with the old module. When `swap` returns, every later call gets
+        the new module on every replica. The copies are warmed up one after the other on the
+        workers, between calls. If a warm-up fails, `swap` raises the module's own error, and the
+        pool stays as it is. Concurrent swaps are done one after the other.
 
         Args:
-            module: The new module. It is not changed, and is kept as the old one was.
+            module: The new module. The pool does not change it, and keeps it until the next `swap`.
 
         Raises:
-            TypeError: It is not a module, or cannot be replicated.
-            ValueError: It is lazy and not initialised.
+            TypeError: `module` is not a module, or cannot be replicated.
+            ValueError: `module` is lazy and not initialised.
             ReplicaUnavailable: Every replica is retired (when awaited).
             ServiceClosed: The pool is closed (when awaited).
         """
         _check_module(module)
-        return shown_as(self._swap(CallerState(), module), "ReplicaPool.swap")
+        return shown_as(self._replace(CallerState(), module), "ReplicaPool.swap")
 
-    async def _swap(self, caller: CallerState, module: nn.Module) -> None:
+    async def _replace(self, caller: CallerState, module: nn.Module | None, *load: Any) -> Any:
+        """Serve with `module`; None: with a copy of the present module, made by `loaded_copy`."""
+        keys = None
         await self._open(caller)
         self._forget_closed_loop()
         async with self._installing:
-            await self._replace(caller, module)
-
-    async def _replace(self, caller: CallerState, module: nn.Module) -> None:
-        # A replica that is being rebuilt gets the new module by its rebuild. If no replica serves,
-        # all replicas get it here.
-        copies = await self._prepare(caller, module, self._candidates())
-        # On a worker, because it may free the old weights.
-        await self._usable().call(caller, self._install, module, copies)
+            self._check_open()
+            if module is None:
+                loaded = await self._usable().call(caller, loaded_copy, self._module, *load)
+                module, keys = loaded
+            # A replica that is being rebuilt gets the new module by its rebuild. If no replica
+            # serves, all replicas get the module here.
+            copies = await self._prepare(caller, module, self._candidates())
+            # On a worker, because this call may free the old weights.
+            await self._usable().call(caller, self._install, module, copies)
+        return keys
 
     async def _prepare(
         self,
@@ -343,12 +333,12 @@ class ReplicaPool(Generic[Out_co]):
         *,
         fresh: bool = True,
     ) -> dict[PoolReplica, nn.Module]:
-        """Copy `module` for these replicas, and warm the copies up: one after the other.
+        """Copy `module` for these replicas, and warm the copies up, one after the other.
 
         Args:
             caller: The state that the module runs under.
-            module: The module; or what stands for its copies on hosts, to make more of them.
-            replicas: At least one. The others can serve meanwhile.
+            module: The module; or what stands for its copies on hosts, to make more copies.
+            replicas: At least one replica. The other replicas can serve meanwhile.
             fresh: Whether hosts get copies that no host has had.
         """
         copies = await replicas[0].call(caller, copies_of, module, replicas, fresh)
@@ -366,11 +356,7 @@ class ReplicaPool(Generic[Out_co]):
 
     @ki_protected
     async def _open(self, caller: CallerState | None = None) -> None:
-        """Make the replicas ready, or wait until another task has done so.
-
-        Raises:
-            ServiceClosed: The pool is closed.
-        """
+        """Make the replicas ready, or wait until another task has done so."""
         self._check_open()
         while not self._replicas:
             if not in_event_loop():
@@ -379,9 +365,9 @@ class ReplicaPool(Generic[Out_co]):
             self._check_open()
 
     def _start_opening(self, caller: CallerState) -> Future[None]:
-        """Return a future of the end of opening; start to open the pool unless a task does so.
+        """Return a future that is done when the pool is open; start to open it unless a task does.
 
-        It is a separate task, so that a cancelled caller does not stop it for other callers.
+        A task of its own opens the pool, so a cancelled caller does not stop it for other callers.
         """
         self._forget_closed_loop()
         with self._lock:
@@ -423,37 +409,40 @@ class ReplicaPool(Generic[Out_co]):
         with self._lock:
             if self._tasks is None or not self._tasks.finished:
                 return
-            opening, self._opening = self._opening, None
+            opening = self._opening
             self._background, self._installing = Semaphore(math.inf), Semaphore(1)
         if opening is not None:
-            opening.set_result(None)  # callers in other loops open the pool again
+            self._opening_ended(opening)  # callers in other loops open the pool again
 
     def _failed(self, replica: PoolReplica, error: BaseException) -> None:
         """Take a replica out of service after a `ReplicaFailed`, or all that share a lost device.
 
         Called from any thread.
         """
-        device_lost = is_device_error(error)
+        state: OutOfService = "rebuilding"
+        if is_device_error(error):
+            state = "retired"
+        elif isinstance(error.__cause__, WorkerLost):
+            state = "returning"
         with self._lock:
-            if device_lost:
+            out: list[PoolReplica] = []
+            if state == "retired":
                 same = [one for one in self._replicas if one.worker.device == replica.worker.device]
-                out = [one for one in same if one.state not in ("retired", "closed")]
+                out += [one for one in same if one.state not in ("retired", "closed")]
+            # Else an earlier error took the replica out; it may even be rebuilt already.
             elif replica.module is not None and replica.module is getattr(error, "module", None):
-                out = [replica]
-            else:
-                out = []  # an earlier error took it out; it may even be rebuilt already
-            returning = isinstance(error.__cause__, WorkerLost)
-            state: OutOfService = "returning" if returning else "rebuilding"
+                out.append(replica)
             for one in out:
-                one.take_out("retired" if device_lost else state)
+                one.take_out(state)
         if out:
             _log(replica, out, error)
             self._notify()
-            if not device_lost and self._tasks is not None:
-                self._tasks.spawn(partial(self._rebuild, replica, fresh=not returning))
+            if state != "retired" and self._tasks is not None:
+                fresh = state == "rebuilding"
+                self._tasks.spawn(partial(self._rebuild, replica, fresh=fresh))
 
     def _host_lost(self, worker: Worker, how: WorkerLost) -> None:
-        """Take the replica on `worker` out of service, whose host was lost; any thread."""
+        """Take the replica on `worker`, whose host was lost, out of service; from any thread."""
         for replica in self._replicas:
             module = replica.module
             if replica.worker is worker and module is not None:
@@ -468,23 +457,20 @@ class ReplicaPool(Generic[Out_co]):
             while True:
                 try:
                     if not replica.shares_memory:
-                        # A host may take long to start, and a swap must not wait for it.
+                        # A host may take long to start, and a swap must not wait for the host.
                         await replica.call(caller, bool)
                     async with self._installing:
                         if replica.state not in REBUILDING:
-                            return  # it is retired or closed, or a swap has installed a module
+                            return  # the pool has retired or closed it, or a swap has rebuilt it
                         module = self._module
-                        copies = await self._prepare(
-                            caller, self._hosted or module, [replica], fresh=fresh
-                        )
+                        source = self._hosted or module
+                        copies = await self._prepare(caller, source, [replica], fresh=fresh)
                         self._install(module, copies)
                         replica.rebuilds += 1
                         return
-                except GeneratorExit:  # the loop was closed
-                    raise
                 except BaseException as error:  # any error of the module may pass
-                    if is_cancellation(error):
-                        raise
+                    if isinstance(error, GeneratorExit) or is_cancellation(error):
+                        raise  # the loop was closed, or `aclose` cancels this task
                     if replica.state not in REBUILDING:
                         return
                     logger.error("%r: next try in %g s", replica, delay, exc_info=error)
@@ -503,19 +489,17 @@ class ReplicaPool(Generic[Out_co]):
             workers = list(executor._dispatcher.workers)
             stay = [one for one in replicas if one.worker in workers]
             gone = [one for one in replicas if one.worker not in workers]
-            new: list[PoolReplica] = []
-            if self._devices is None or not stay:
-                served, index = {one.worker for one in stay}, replicas[-1].index
-                free = [worker for worker in workers if worker not in served]
-                for n, worker in enumerate(free, index + 1):
-                    new.append(PoolReplica(n, executor, worker, self._settings))
             module, copies = self._module, dict[PoolReplica, nn.Module]()
-            if new:
+            served, index = [one.worker for one in stay], replicas[-1].index
+            free = [worker for worker in workers if worker not in served]
+            if free and (self._devices is None or not stay):
+                numbered = enumerate(free, index + 1)
+                new = [PoolReplica(n, executor, one, self._settings) for n, one in numbered]
                 copies = await self._prepare(CallerState(), self._hosted or module, new)
             with self._lock:
                 if self._closing:
                     return
-                self._replicas = (*stay, *new)
+                self._replicas = (*stay, *copies)
                 for one in gone:
                     one.take_out("retired")  # calls in its queue go to other replicas
             self._install(module, copies)
@@ -547,7 +531,7 @@ class ReplicaPool(Generic[Out_co]):
         timeout = check_timeout(timeout)
         with self._lock:
             self._closing = True
-            # `async with` may have opened the pool again before this ends.
+            # `async with` may open the pool again before `aclose` ends.
             replicas = self._replicas
         try:
             with cancel_scope(timeout), heeding_ctrl_c():
@@ -565,25 +549,20 @@ class ReplicaPool(Generic[Out_co]):
 
     async def __aenter__(self) -> Self:
         if self._closing:
-            await self._reopen()
+            self._forget_closed_loop()
+            async with self._installing:  # a swap that has begun fails first
+                with self._lock:
+                    if self._closing:  # else another task has made the pool new
+                        self._closing, self._replicas = False, ()
         try:
             await self._open()
-        except Exception:
-            raise
-        except BaseException as error:  # cancelled: no caller waits for the pool
-            self._cancel_background()
-            if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
-                await self._background.wait_idle()
+        except BaseException as error:
+            if not isinstance(error, Exception):  # cancelled: no caller waits for the pool
+                self._cancel_background()
+                if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
+                    await self._background.wait_idle()
             raise
         return self
-
-    async def _reopen(self) -> None:
-        """Take calls again, for replicas that are made next."""
-        self._forget_closed_loop()
-        async with self._installing:  # a swap that has begun fails first
-            with self._lock:
-                if self._closing:  # else another task has done so
-                    self._closing, self._replicas = False, ()
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
         await self.aclose(drain=exc_type is None)
@@ -597,11 +576,7 @@ class ReplicaPool(Generic[Out_co]):
     def _pick(self, cause: BaseException | None) -> PoolReplica | None:
         """Return the least loaded replica in service, for a call that has failed with `cause`.
 
-        None: none is in service, and one returns soon.
-
-        Raises:
-            ReplicaUnavailable: No replica is in service.
-            ServiceClosed: The pool was closed meanwhile.
+        None: no replica is in service, but one returns soon.
         """
         replica = least_loaded(one for one in self._replicas if one.in_service)
         if replica is not None or any(one.returning for one in self._replicas):
@@ -615,15 +590,11 @@ class ReplicaPool(Generic[Out_co]):
         ) from cause
 
     def _usable(self) -> PoolReplica:
-        """Return the least loaded of the candidates."""
+        """Return the least loaded candidate."""
         return min(self._candidates(), key=attrgetter("load"))
 
     def _candidates(self) -> list[PoolReplica]:
-        """The replicas in service, or, if there are none, those that are being rebuilt.
-
-        Raises:
-            ReplicaUnavailable: All replicas are retired.
-        """
+        """The replicas in service, or, if there are none, those that are being rebuilt."""
         usable = [one for one in self._replicas if one.state != "retired"]
         if not usable:
             raise ReplicaUnavailable("no replica can serve again: all are retired")
