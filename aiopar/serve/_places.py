@@ -200,7 +200,7 @@ class WorkerPart(BatchPart):
             self.audience = Audience(requests, call.leave)
         try:
             if worker.launches is not None:
-                # After the work that the callers have launched, and their work after this.
+                # The batch runs after the callers' work, and their later work after the batch.
                 call.streams = tuple(streams_of(requests))
                 worker.launches.order(call.streams, tensors([one.item for one in requests]))
             with self.batch.watched(len(requests)):
@@ -287,8 +287,8 @@ class WorkerPart(BatchPart):
         run_user_code(self.runner.caller, close, (self._steps,))
 
     def _closed(self, _: None, error: BaseException | None) -> None:
-        # Here too, because perhaps no worker took the call. If the generator were only collected,
-        # this thread would keep its grad mode.
+        # Again, because perhaps no worker took the call. A generator that is only collected leaves
+        # its grad mode to this thread.
         close(self._steps)
         if self.error is None:
             self.error = error

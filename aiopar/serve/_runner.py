@@ -27,10 +27,7 @@ class BatchSource(Protocol):
     observers: Observers[BatchObserver]
 
     def take(self, batch: "BatchRun") -> list[Request]:
-        """Set `batch.requests` to the requests of the next batch and return them.
-
-        They are empty if there is no batch.
-        """
+        """Return the requests of the next batch, none if none is due; set `batch.requests`."""
 
     def ended(
         self,
@@ -314,7 +311,7 @@ class BatchPart:
         self.runner = batch.runner
         self.requests: list[Request] = []
         self.audience: Audience | None = None
-        """The callers, if the part is a stream, or can be cancelled or killed."""
+        """The callers of a stream, or of a part that can be cancelled."""
         self.error: BaseException | None = None
         self.fault = Fault.BATCH
         """The reason of `error`."""

@@ -110,9 +110,9 @@ class Scheduler:
         self._on_loop = on_loop
         self._lock = ReentrantLock()
         self.group = RequestGroup(settings.max_batch_size)
-        """The requests without a key."""
-        # If a key is forgotten while its requests wait, they only make a smaller batch. The cache
-        # has two arguments because `lru_cache` tells True from 1 if there is only one.
+        """The group of the requests without a key."""
+        # A key that is forgotten while its requests wait only makes a batch smaller. The second
+        # argument is there because with one `lru_cache` takes True and 1 for different keys.
         remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
         self._groups = remembered(lambda key, _: RequestGroup(settings.max_batch_size, key))
         self._queue: RequestQueue[Request] = RequestQueue(
@@ -122,7 +122,7 @@ class Scheduler:
         )
         self._tally = Tally()
         self._due: deque[ref[Request]] = deque()
-        """Requests that wait for a full batch no longer; some of them have left the queue."""
+        """Requests that have waited long enough for a full batch; some have left the queue."""
         self._runners = _Runners()
         self._last_failure = ""
         self._delivering: set[BatchRun] = set()
@@ -340,7 +340,7 @@ class Scheduler:
                 if live or not taken:
                     break
                 skipped += taken
-        # The batch may be smaller than estimated, because of costs, so that another one is due.
+        # The next runner may start, because this one has its batch.
         self._start_due()
         return live
 
