@@ -26,8 +26,8 @@ from examples.benchmarks.own_process import in_own_process
 from examples.benchmarks.small_model import BATCH, SmallModel
 
 # Smallest allowed ratios of requests per second.
-LIMIT, PEERS = 0.88, 1.15
-LONE, TAIL = 1.3, 2.5  # largest allowed ratios of times
+LIMIT, PEERS = 0.94, 1.15
+LONE, TAIL = 1.25, 2.5  # largest allowed ratios of times
 IDLE = 0.1  # largest allowed percentage of a core: the cost of the sleeping loop itself
 
 
