@@ -39,14 +39,11 @@ class BatchSource(Protocol):
         """A batch has ended: start the next one, and deliver the outcomes.
 
         Args:
-            batch: The batch.
+            batch: The batch. It has no requests if none was left, or if no worker or loop took any.
             outcomes: The outcomes of its requests.
             lost: Requests that must run again: neither an item nor the function was at fault.
             error: The error that ended the whole batch.
         """
-
-    def not_begun(self, runner: "Runner", error: BaseException | None) -> None:
-        """The runner took no batch: no request was left, its loop was closed, or `error` came."""
 
 
 class Runner:
@@ -277,10 +274,6 @@ class BatchRun:
     def _end(self) -> None:
         # The error's traceback holds frames that hold this batch.
         error, self.error = self.error, None
-        source = self.runner.source
-        if not self.requests:
-            source.not_begun(self.runner, error)
-            return
         outcomes, lost = self._outcomes, list[Request]()
         if error is not None:
             rest = [*self._unfinished, *self.waiting]
@@ -292,7 +285,7 @@ class BatchRun:
         if self._watch is not None:
             # Before the callers get their outcomes: the metrics must count them by then.
             self._watch.ended(outcomes, error)
-        source.ended(self, outcomes, lost, error)
+        self.runner.source.ended(self, outcomes, lost, error)
 
 
 class BatchPart:

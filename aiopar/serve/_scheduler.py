@@ -79,6 +79,7 @@ class _Runners:
     def release(self, runner: Runner, *, failed: bool) -> None:
         """Make `runner` idle, unless its replica has `failed` or is out of service."""
         runner.batch = None
+        self.started(runner)
         self.busy.discard(runner)
         if runner.in_service and not failed and runner in self.all:
             self.idle.append(runner)
@@ -236,12 +237,12 @@ class Scheduler:
         return self.group if key is None else self._groups(key, None)
 
     def _check(self, request: Request) -> None:
-        settings = self._settings
+        settings, waiting = self._settings, len(self._queue)
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
             self.reject(request, "max_batch_cost")
+            most = f"{settings.max_batch_cost:g}"
             raise InvalidInput(
-                f"the item costs {request.cost:g}, and a batch may cost at most "
-                f"{settings.max_batch_cost:g}"
+                f"the item costs {request.cost:g}, and a batch may cost at most {most}"
             )
         if self.closing:
             self.reject(request, "closed")
@@ -249,21 +250,17 @@ class Scheduler:
         if self._runners.none:
             self.reject(request, "unavailable")
             raise self._unavailable()
-        waiting = len(self._queue)
         if waiting >= settings.max_pending:
             self.reject(request, "queue_full")
-            raise Overloaded(
-                f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}",
-                estimated_wait=self._estimated_wait(request),
-            )
-        if settings.max_wait is not None and not self._runners.idle:
-            wait = self._estimated_wait(request)
-            if wait > settings.max_wait:
-                self.reject(request, "max_wait")
-                raise Overloaded(
-                    f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s",
-                    estimated_wait=wait,
-                )
+            words = f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}"
+            raise Overloaded(words, estimated_wait=self._estimated_wait(request))
+        if settings.max_wait is None or self._runners.idle:
+            return
+        wait = self._estimated_wait(request)
+        if wait > settings.max_wait:
+            self.reject(request, "max_wait")
+            words = f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s"
+            raise Overloaded(words, estimated_wait=wait)
 
     def reject(self, request: ItemInfo, cause: Rejection) -> None:
         """Count a request that is refused."""
@@ -386,6 +383,9 @@ class Scheduler:
             self._tally.ended(ran, monotonic() - batch.began)
             if lost:
                 outcomes.append(PartOutcome(self._give_back(lost, cause), error=cause))
+            if error is not None and not failed and not batch.requests:
+                # If the requests stayed, each next run would fail in the same way.
+                outcomes.append(PartOutcome(self._queue.clear(), error=error))
             self._delivering.add(batch)
             if failed_with:
                 self._last_failure = f"; the last one failed with {failed_with}"
@@ -430,22 +430,6 @@ class Scheduler:
         if self._settings.max_queue_delay:
             self._due.extend(map(ref, again))  # they have waited before
         return given_up
-
-    def not_begun(self, runner: Runner, error: BaseException | None) -> None:
-        stranded: list[Request] = []
-        failed = error is not None and runner.is_replica_failure(error)
-        with self._lock:
-            self._runners.started(runner)
-            self._runners.release(runner, failed=failed)
-            if error is not None and not failed:
-                # If the requests stayed, each next run would fail in the same way.
-                stranded = self._queue.clear()
-            self._check_drained()
-        self._start_due()
-        deliver_soon([PartOutcome(stranded, error=error)])
-        if failed and error is not None:
-            runner.fail(error)
-            self.runners_changed()
 
     def _running(self) -> list[BatchRun]:
         with self._lock:
@@ -512,7 +496,6 @@ class Scheduler:
         self._due.clear()
         self._tally.in_flight = 0
         self._delivering.clear()
-        self._runners.starting = None
         for runner in (*self._runners.busy,):
             self._runners.release(runner, failed=False)
         self._check_drained()
