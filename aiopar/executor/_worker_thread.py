@@ -74,13 +74,11 @@ class _Counts:
 
 
 class ThreadWorker:
-    """A worker for one slot of one device, served by one thread at a time.
+    """A worker for one slot of one device, served by one thread at a time; see `WorkerFactory`.
 
     The thread starts with the first call. Before a call blocks, a new thread takes over the queues,
     and the blocked thread ends after its call. So no queued call is stuck behind a waiting call,
     and calls that wait for calls cannot deadlock, on any number of workers.
-
-    The arguments are those of `WorkerFactory`.
     """
 
     shares_memory = True
@@ -109,11 +107,11 @@ class ThreadWorker:
         self._threads: list[_WorkerThread] = []
         """That thread, and others that have handed over."""
         self.hints: queue.SimpleQueue[None] = queue.SimpleQueue()
-        """Each wakes the thread: a call may be queued, or the worker was stopped."""
+        """Each item wakes the thread: a call may be queued, or the worker was stopped."""
         self.on_idle: Callable[[], object] | None = None
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
-        # Re-entrant: a signal handler or a destructor that interrupts this thread may queue calls.
-        # The handler must not wait for these calls: perhaps it has interrupted `_start_thread`.
+        # Re-entrant: a signal handler or destructor that interrupts this thread may queue calls. It
+        # must not wait for its calls: perhaps it has interrupted `_start_thread`.
         self._lock = ReentrantLock()
         self.stopping = False
         """Whether it ends when its queues are empty."""
@@ -177,7 +175,7 @@ class ThreadWorker:
 
     def became_idle(self) -> None:
         """Call `on_idle`: the worker may have become idle."""
-        on_idle = self.on_idle  # read once: another thread sets it to None
+        on_idle = self.on_idle  # read once: another thread sets the attribute to None
         if on_idle is not None:
             on_idle()
 
@@ -214,7 +212,7 @@ class ThreadWorker:
     def wake(self) -> None:
         shares = self.shares
         try:
-            # Before the worker starts: then another worker that starts first leaves cores for it.
+            # Before the thread starts: workers that begin meanwhile leave cores for this worker.
             if shares is not None:
                 shares.running.add(self)
             if self.thread is None:
@@ -230,7 +228,7 @@ class ThreadWorker:
     def _start_thread(self, before: "_WorkerThread | None") -> bool:
         """Start a thread that serves instead of `before`; with the lock held.
 
-        False: a signal handler that interrupted this has started one.
+        False: a signal handler has interrupted this method, and has started a thread.
 
         Raises:
             RuntimeError: No thread can be started; `before` serves on.
@@ -254,17 +252,17 @@ class ThreadWorker:
     def hand_over(self, thread: "_WorkerThread") -> bool:
         """Start a thread that takes over the queues, because `thread` is about to block.
 
-        False: this was done before.
+        False: `thread` has handed over before.
 
         Raises:
-            RuntimeError: No thread can be started. Then the call must not block: the call that it
-                would wait for may be queued behind it.
+            RuntimeError: No thread can be started. Then `thread` must not block: it may wait for a
+                call that is queued here.
         """
         with self._lock:
             return self.thread is thread and self._start_thread(thread)
 
     def thread_ended(self, thread: "_WorkerThread") -> None:
-        """Note the end of `thread`: it handed over, it was stopped, or aiopar itself failed."""
+        """Note the end of `thread`: it has handed over, was stopped, or has failed."""
         with self._lock:
             thread.state = _ThreadState.ENDED
             failed = self.thread is thread and not self.stopping
@@ -323,8 +321,8 @@ class ThreadWorker:
 
     def join(self) -> None:
         own = threading.current_thread()
-        # `ended` first: until then a thread may hand over to a new thread. (A worker of another
-        # executor that waits here hands over its own queues.)
+        # Wait for `ended` first: until then a thread of this worker may hand over to a new thread.
+        # If the caller is a worker of another executor, it hands over its own queues.
         if not any(thread is own for thread in self._threads):
             self.ended.result()
         for thread in self._threads.copy():
@@ -334,7 +332,7 @@ class ThreadWorker:
     @property
     def seconds_in_call(self) -> float:
         thread = self.thread
-        # `call` first: it is set after `began`.
+        # Look at `call` first: the thread sets `began` before `call`.
         return 0.0 if thread is None or thread.call is None else perf_counter() - thread.began
 
     def stats(self) -> WorkerStats:
@@ -359,19 +357,19 @@ class ThreadWorker:
 
 
 class _WorkerThread(threading.Thread):
-    """Serves a worker until the worker is stopped, or another thread has taken over."""
+    """Serves a worker until the worker is stopped, or another thread takes over."""
 
     def __init__(self, worker: ThreadWorker) -> None:
-        # Daemon: the interpreter waits for other threads before it runs the exit handler that stops
-        # this one.
+        # Daemon: the interpreter awaits other threads before it runs exit handlers. One of these
+        # handlers stops this thread.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
         self.state = _ThreadState.AWAKE
         self.counts = _Counts()
         self.call: Call[Any] | None = None
-        """The call that it took from a queue; None when that call has ended."""
+        """The call that the thread took from a queue; None when that call has ended."""
         self._helped: list[Call[Any] | None] = []
-        """The calls that it runs inside that call, the innermost last; None for an ended call."""
+        """The calls that run inside `call`, the innermost last; None for an ended call."""
         # If this thread replaces another thread, the worker is busy.
         self._idle_in = worker.queues if worker.thread is None else ()
         """The queues in which the worker is registered as idle; empty while it is busy."""
@@ -415,26 +413,24 @@ class _WorkerThread(threading.Thread):
 
     def _next(self) -> Call[Any] | None:
         """The next call, claimed; None if the worker was stopped and no call is left."""
-        worker = self.worker
-        if not self._idle_in:
-            call = self._take()
-            if call is not None:
-                return call
-            self._become_idle()
-        while True:
-            # Once more: a call may have come before the worker was registered.
-            call, woken = self._take(), False
-            if call is None and not worker.stopping:
+        woken = stopping = False
+        while (call := self._take()) is None and not stopping:
+            if not self._idle_in:
+                self._become_idle()
+            elif woken:  # for a call that another thread has taken: register in all queues again
+                self._leave_idle()
+                woken = False
+            else:
                 self._sleep()
-                call, woken = self._take(), True
+                woken = True
+            stopping = self.worker.stopping  # then look again: calls that were queued before run
+        if self._idle_in:
             self._leave_idle(call.queue if woken and call is not None else None)
-            if call is not None or worker.stopping:
-                return call
-            self._become_idle()
+        return call
 
     def _take(self) -> Call[Any] | None:
         for each in self.worker.queues:
-            # While it is busy, a look without the lock of the deque is enough, and cheaper.
+            # A busy worker looks without the lock of the deque, which is cheaper.
             if self._idle_in or each.calls:
                 call = each.take()
                 if call is not None:
@@ -442,18 +438,18 @@ class _WorkerThread(threading.Thread):
         return None
 
     def _become_idle(self) -> None:
-        """Register the worker as idle. Look for a call after this."""
+        """Register the worker as idle. The caller looks for a call afterwards."""
         self._idle_in = self.worker.queues
         for each in self._idle_in:
             self.worker.wait_in(each)
 
     def _leave_idle(self, woken_for: CallQueue | None = None) -> None:
-        """Unregister the worker; `woken_for`: the queue that has woken it for the call it takes."""
+        """Unregister the worker; `woken_for` is the queue of the call that it was woken for."""
         queues, self._idle_in = self._idle_in, ()
         for each in queues:
             each.leave_idle(self.worker)
             if each is not woken_for:
-                each.wake_for_rest()  # the worker may have been woken for a call there
+                each.wake_for_rest()  # perhaps the worker was woken for a call of this queue, too
 
     def _sleep(self) -> None:
         worker = self.worker
@@ -465,9 +461,8 @@ class _WorkerThread(threading.Thread):
         self.state = _ThreadState.AWAKE
         self._go_on()
 
-    # Without a sleep between two calls, the thread keeps its cores, and reads the clock once.
-
     def _go_on(self) -> None:
+        """Begin to run calls; between two calls without a sleep, the thread keeps its cores."""
         if self.worker.shares is not None:
             self.worker.shares.running.add(self.worker)
         self.began = perf_counter()
@@ -510,8 +505,8 @@ class _WorkerThread(threading.Thread):
         if thread_hooks.called_back:
             thread_hooks.called_back = False
             make_fresh()
-        # The traceback of the error of a helped call holds this frame. So this frame must hold
-        # neither the call nor its future. The same holds for `help`.
+        # The traceback of the error of a helped call refers to this frame. So this frame, and that
+        # of `help`, must refer to neither the call nor its future.
         del call
 
     def _end(self, call: Call[Any]) -> None:
@@ -523,8 +518,8 @@ class _WorkerThread(threading.Thread):
             self._helped[-1] = None
         else:
             if worker.launches is not None:
-                self.began = perf_counter()  # it may have waited for the device
-            # Before a caller can see the result: by then this worker is free.
+                self.began = perf_counter()  # the thread may have waited for the device
+            # Before a caller can see the result: then this worker counts as free.
             self.call = None
             if self.state is _ThreadState.AWAKE and not (
                 worker.queue.calls or worker.queues[-1].calls
@@ -533,7 +528,7 @@ class _WorkerThread(threading.Thread):
         if not ends_later:
             try:
                 call.end()
-            except BaseException:  # noqa: BLE001  # perhaps its future was completed from outside
+            except BaseException:  # noqa: BLE001  # the user may have completed its future
                 logger.exception("a call could not be ended in %s", worker.name)
 
     # Waiting.
@@ -571,7 +566,7 @@ class _WorkerThread(threading.Thread):
         """Let another thread serve the queue, because the running call is about to block."""
         if self.call is not None:
             self.call.blocks()
-        self._leave_idle()  # in a callback; the new thread registers the worker again
+        self._leave_idle()  # a callback may block; the new thread registers the worker again
         if self.worker.hand_over(self):
             self.state = _ThreadState.DETACHED
 

@@ -112,6 +112,10 @@ class Future(concurrent.futures.Future[T]):
         (1024, 1025)
     """
 
+    call: QueuedCall | None = None
+    """The call behind the future, until the future is done."""
+    _blocked_threads = 0
+
     def __init__(self) -> None:
         # The parent's `__init__` is not called: it makes a Condition, which is slow, and few
         # threads ever block on a future. `_condition` makes one for the first such thread.
@@ -128,9 +132,6 @@ class Future(concurrent.futures.Future[T]):
         self._waiters: list[Any] = []  # of `concurrent.futures.wait` and `as_completed`
         self._done_callbacks: list[Callable[[Any], object]] = []
         self._awaiters: list[Awaiter] = []
-        self._blocked_threads = 0
-        self.call: QueuedCall | None = None
-        """The call behind the future, until the future is done."""
 
     def __reduce__(self) -> NoReturn:
         # A copy would share the lock, and would never be completed.
