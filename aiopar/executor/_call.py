@@ -23,11 +23,7 @@ class QueueWorker(Protocol):
     """A worker, as a queue sees it."""
 
     def wake(self) -> None:
-        """Make the worker's thread look into its queues.
-
-        Raises:
-            RuntimeError: It has no thread, and no more threads can be started.
-        """
+        """Make the worker look into its queues; RuntimeError if it cannot start its thread."""
 
 
 class CallQueue:
@@ -39,24 +35,22 @@ class CallQueue:
     No call is lost. `put` appends the call, then looks for an idle worker. A worker registers as
     idle, then looks for a call (`take`) before it sleeps. The lock of the deque orders the append
     and that look, also without a GIL: either the worker finds the call, or `put` finds the worker.
-    A worker that was registered, and takes no call of this queue, calls `wake_for_rest`.
+    A registered worker that takes no call of this queue calls `wake_for_rest`.
 
     Args:
         device: The device of the workers.
         owner: The executor whose workers run the calls; None: any worker may help.
-        stream: The stream that the calls launch on, if it is not the default stream.
     """
 
-    def __init__(
-        self, device: torch.device, owner: object = None, stream: torch.Stream | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, owner: object = None) -> None:
         self.device = device
         self.owner = owner
-        self.stream = stream
+        self.stream: torch.Stream | None = None
+        """The stream that the calls launch on; None: the default streams."""
         self.calls: deque[Call[Any]] = deque()
         self.workers: list[QueueWorker] = []
         self.idle: deque[QueueWorker] = deque()
-        """The workers to wake for a call, the last one first."""
+        """The workers that a call wakes, the last one first."""
 
     def leave(self, worker: QueueWorker) -> None:
         """Remove a worker, which takes no more calls of this queue."""
@@ -65,19 +59,19 @@ class CallQueue:
         self.wake_for_rest()
 
     def leave_idle(self, worker: QueueWorker) -> None:
-        """Unregister an idle worker, unless it is busy or is being woken."""
+        """Unregister a worker, if it is registered as idle."""
         with suppress(ValueError):
             self.idle.remove(worker)
 
     def put(self, call: "Call[Any]") -> None:
-        """Queue a call; never blocks. If this raises, no worker was woken for the call."""
+        """Queue a call; never blocks. If `put` raises, no worker was woken for the call."""
         call.queue = self
         self.calls.append(call)
         if self.idle:
             try:
                 self._wake_one()
             except BaseException:
-                with suppress(ValueError):  # a busy worker has taken it
+                with suppress(ValueError):  # a busy worker has taken the call
                     self.calls.remove(call)
                 raise
 
@@ -94,7 +88,7 @@ class CallQueue:
     def _wake_one(self) -> None:
         try:
             worker = self.idle.pop()
-        except IndexError:  # another call has woken it
+        except IndexError:  # another call has woken the last one
             return
         try:
             worker.wake()
@@ -130,7 +124,7 @@ class Call(Generic[T]):
 
     kwargs = NO_KWARGS
     streams: tuple[CallerStream, ...] | None = None
-    """The streams of all callers, if there are several callers; None: the streams of `state`."""
+    """The streams of the callers, if there are several; None: the streams of `state`."""
     synchronize = True
     """Whether the call ends only when its result is complete on its accelerator."""
     internal = False
@@ -149,7 +143,7 @@ class Call(Generic[T]):
     left = False
     """Whether its caller has left while it ran: nobody waits for the result."""
     on_left: Callable[[], object] | None = None
-    """Called when the caller leaves, from any thread. Look at `left` after setting it."""
+    """Called when the caller leaves, from any thread. Who sets it looks at `left` afterwards."""
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -190,7 +184,7 @@ class Call(Generic[T]):
 
     def end(self) -> None:
         """End a call that has run and whose result is complete on the device."""
-        # First: when a caller sees the result, the call holds nothing any more.
+        # First: a caller that sees the result may expect its arguments to be freed.
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]
         if self.watch is not None:
             self.watch.completed(self.error)
@@ -206,8 +200,10 @@ class Call(Generic[T]):
     def leave_queue(self) -> None:
         """Take the claimed call out of its queue, and make room for another call there."""
         self.queue = None
-        # Read once: a canceller and a worker may come here at once. Two calls do no harm.
-        on_claimed, self.on_claimed = self.on_claimed, None
+        on_claimed, self.on_claimed = (
+            self.on_claimed,
+            None,
+        )  # two threads may come; that is harmless
         if on_claimed is not None:
             on_claimed(self)
 
@@ -220,8 +216,7 @@ class FutureCall(Call[T]):
     ) -> None:
         super().__init__(fn, args, state)
         self.future: Future[T] = Future()
-        # A cycle until the call has ended: those who wait, or leave, find the call through it.
-        self.future.call = self
+        self.future.call = self  # a cycle until the call has ended: waiters and cancellers need it
 
     def claim(self) -> bool:
         return self.future.claim()
@@ -246,7 +241,7 @@ class AwaitedCall(Call[T]):
     """A call that one task awaits, without a `Future`: faster than `FutureCall`."""
 
     awaiter: Awaiter
-    """The wait of that task; set before the call is queued, then on its loop's thread only."""
+    """The wait of that task; set before the call is queued, later on the loop's thread only."""
     delivered = False
     """Whether the result has reached the loop's thread."""
 

@@ -85,12 +85,11 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
     waited = FutureCall(call.fn, call.args, call.state)
     waited.synchronize, waited.internal = call.synchronize, call.internal
     waited.streams = call.streams
-    future = waited.future
     try:
         pool.put_when_room(waited, workers)
-        return await future
+        return await waited.future
     finally:
-        del call, waited, future  # as above
+        del call, waited  # as above
 
 
 async def _until_delivered(call: AwaitedCall[Any]) -> None:
@@ -136,18 +135,17 @@ class DeviceExecutor(concurrent.futures.Executor):
     under the state of its caller *when the call was made*: grad mode, inference mode, autocast,
     default device, saved-tensor hooks and context variables. The executor is also a plain
     `concurrent.futures.Executor`. While it drains, its running calls may submit others. At
-    interpreter exit every executor drains; Ctrl-C drops the calls that have not started, and kills
+    interpreter exit every executor drains. Ctrl-C drops the calls that have not started, and kills
     processes and actors that run a call.
 
     Args:
         devices: One worker for each entry; repeats are allowed, ints are accelerator indices. None:
             every accelerator, or, if there is none, as many CPU workers as cores (at least 2).
-        max_pending: The maximum number of calls that wait in one worker's queue. When it is
-            reached, `run_sync` waits for room and `submit` raises `QueueFull`. Calls made inside a
-            worker are exempt. None: no bound.
-        num_threads: How many threads an operator may use in each CPU worker. None: the cores
-            that CPU affinity and cgroup grant, divided by the number of workers that have calls, at
-            least one.
+        max_pending: The maximum number of calls that wait in one worker's queue. At the maximum,
+            `run_sync` waits for room and `submit` raises `QueueFull`. Calls made inside a worker
+            are exempt. None: no bound.
+        num_threads: How many threads an operator may use in each CPU worker. None: the cores that
+            CPU affinity and cgroup grant, divided by the number of workers that have calls.
         synchronize: Whether the result of a call is complete on its accelerator when its `await`
             returns. False: the caller's stream is only ordered after the result.
         thread_name_prefix: The threads are named `{prefix}-{device}-{k}`.
@@ -179,12 +177,10 @@ class DeviceExecutor(concurrent.futures.Executor):
         synchronize: bool = True,
         thread_name_prefix: str = "aiopar",
     ) -> None:
-        max_pending = check_bound("max_pending", max_pending)
-        num_threads = check_bound("num_threads", num_threads)
         pool = WorkerPool(
             default_devices() if devices is None else parse_devices(devices),
-            max_pending=max_pending,
-            num_threads=num_threads,
+            max_pending=check_bound("max_pending", max_pending),
+            num_threads=check_bound("num_threads", num_threads),
             thread_name_prefix=thread_name_prefix,
         )
         self._dispatcher = Dispatcher(pool, synchronize=synchronize)
@@ -204,9 +200,8 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     @short_repr
     def __repr__(self) -> str:
-        if self._is_view:
-            return f"on {listed(self.devices)}, a view"
-        return f"on {listed(self.devices)}{', shut down' * self._dispatcher.pool.closed}"
+        state = ", shut down" * self._dispatcher.pool.closed
+        return f"on {listed(self.devices)}{', a view' if self._is_view else state}"
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Call `fn(*args, **kwargs)` on the least loaded worker.
@@ -284,9 +279,8 @@ class DeviceExecutor(concurrent.futures.Executor):
             TypeError: `device` is no device, or `worker` is no int.
             ValueError: There is no such worker; both are given; or no argument is given.
         """
-        both = device is not None and worker is not None
-        nothing = device is None and worker is None and synchronize is None
-        if both or nothing:
+        given = (device is not None) + (worker is not None)
+        if given == 2 or (given == 0 and synchronize is None):
             raise ValueError(
                 f"expected a device or a worker, or synchronize, got {device=} and {worker=}"
             )
@@ -341,8 +335,8 @@ class DeviceExecutor(concurrent.futures.Executor):
         Args:
             fn: A function; use `functools.partial` for keyword arguments.
             args: Its arguments.
-            abandon_on_cancel: On cancellation, do not wait for a call that runs; its worker is busy
-                until the call ends.
+            abandon_on_cancel: Whether a cancelled `await` leaves a running call instead of waiting
+                for it. The worker is busy until the call ends.
 
         Raises:
             TypeError: `fn` is not callable, or is a coroutine function or a generator function.
@@ -400,27 +394,29 @@ class DeviceExecutor(concurrent.futures.Executor):
         """Take no more calls, and (`wait`) block until the queued calls have run.
 
         Calls that running calls submit run too, unless `cancel_futures` (`concurrent.futures` would
-        refuse them). It may be called more than once, from any thread. Inside a call of this
-        executor it does not wait.
+        refuse them). `shutdown` may be called more than once, from any thread. Inside a call of
+        this executor it does not wait.
 
         With `cancel_futures`, processes and actors that run a call are killed: the call raises
-        `WorkerLost` (`concurrent.futures` waits for it). Threads cannot be killed: their running
-        calls end as usual.
+        `WorkerLost` (`concurrent.futures` waits for the call). Threads cannot be killed: their
+        running calls end as usual.
         """
-        if not self._is_view:
-            pool = self._dispatcher.pool
-            pool.close(cancel_queued=cancel_futures)
-            if cancel_futures:
-                for worker in pool.workers:
-                    worker.kill()
-            if wait:
-                with heeding_ctrl_c():
-                    pool.join()
+        if self._is_view:
+            return
+        pool = self._dispatcher.pool
+        pool.close(cancel_queued=cancel_futures)
+        for worker in pool.workers if cancel_futures else ():
+            worker.kill()
+        if wait:
+            with heeding_ctrl_c():
+                pool.join()
+
+    # As a resource of `aiopar.asgi.lifespan`.
 
     @property
     def ready(self) -> bool:
         """Whether it takes calls."""
-        return not self._dispatcher.pool.closed
+        return not self.closed
 
     @property
     def closed(self) -> bool:
@@ -429,7 +425,7 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     @property
     def alive(self) -> bool:
-        """Always True; so that an executor can be a resource of `aiopar.asgi.lifespan`."""
+        """Always True."""
         return True
 
     @property
@@ -452,8 +448,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             timeout: After so many seconds the queued calls are cancelled, and running calls are not
                 awaited: no thread can be interrupted. None: wait for all calls.
         """
-        timeout = check_timeout(timeout)
-        await self._close(cancel_queued=not drain, timeout=timeout)
+        await self._close(cancel_queued=not drain, timeout=check_timeout(timeout))
 
     @ki_protected
     async def _close(self, *, cancel_queued: bool, timeout: float | None = None) -> None:  # noqa: ASYNC109

@@ -23,9 +23,9 @@ def fork(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
     """Call `fn(*args, **kwargs)` on a worker, and return the future of the result at once.
 
     Mirrors `torch.jit.fork`. The call runs on the device of the first tensor or module parameter in
-    `fn` and its arguments; `fn` may be a method of a module, or a `functools.partial`. If there is
-    none, it runs on the device of the calling worker, or else on the CPU. Forks may nest to any
-    depth on any number of workers.
+    `fn` (perhaps the method of a module, or a `functools.partial`) and its arguments. If there is
+    none, the call runs on the device of the calling worker, or else on the CPU. Forks may nest to
+    any depth on any number of workers.
 
     Differences from `torch.jit.fork`: the call runs in parallel without TorchScript (torch runs it
     inline in eager mode). The result is an `aiopar.Future`, which can be awaited. The call has the
