@@ -29,9 +29,9 @@ def backward(
     """Accumulate the gradients of a loss, or of the sum of several, off the event loop.
 
     Mirrors `torch.autograd.backward`. It runs on a worker of the first loss's device, or on any
-    worker if the current executor has no worker on that device. `backward` checks its arguments and
-    captures the caller's state when it is called. It queues the work when it is awaited. After the
-    `await`, `.grad` of every leaf is complete on its device.
+    worker if the current executor has no worker on that device. `backward` captures the caller's
+    state when it is called, and queues the work when it is awaited. After the `await`, `.grad` of
+    every leaf is complete on its device.
 
     Several backwards may run at once, also into the same parameters: only the order of the sums
     differs. They must not share a graph, unless each backward retains it. As with torch, no
@@ -57,9 +57,9 @@ def backward(
     Raises:
         TypeError: An argument is not a tensor.
         ValueError: The numbers of losses and gradients differ, or there is no loss or no input.
-        RuntimeError: With torch's message: a loss does not require grad, has several elements and
-            no gradient, or has a gradient of another shape.
         NotImplementedError: The workers do not share the tensors of this process.
+        RuntimeError: When awaited, from torch: a loss does not require grad, has several elements
+            and no gradient, or has a gradient of another shape.
         ExecutorShutdown: A `RuntimeError`, when awaited: the current executor is shut down.
 
     Example:
@@ -113,27 +113,7 @@ def _gradients_for(
         raise ValueError(
             f"grad_tensors has {len(gradients)} entries, but there are {len(losses)} losses"
         )
-    for index, (loss, gradient) in enumerate(zip(losses, gradients, strict=True)):
-        if isinstance(loss, Tensor):  # an edge has no shape; torch checks it later
-            _check_loss(index, loss, gradient)
     return gradients
-
-
-def _check_loss(index: int, loss: Tensor, gradient: Tensor | None) -> None:
-    if not loss.requires_grad:
-        raise RuntimeError(
-            f"element {index} of tensors does not require grad and does not have a grad_fn"
-        )
-    if gradient is None and loss.numel() != 1:
-        raise RuntimeError(
-            "grad can be implicitly created only for scalar outputs: "
-            f"element {index} of tensors has a shape of {tuple(loss.shape)}"
-        )
-    if gradient is not None and gradient.shape != loss.shape:
-        raise RuntimeError(
-            f"Mismatch in shape: grad_output[{index}] has a shape of {tuple(gradient.shape)} and "
-            f"output[{index}] has a shape of {tuple(loss.shape)}."
-        )
 
 
 def _device_of(loss: _Differentiable) -> torch.device:
@@ -151,9 +131,9 @@ def _backward(
     inputs: tuple[_Differentiable, ...] | None,
 ) -> None:
     # Shared parameters need no lock. All live graphs share the AccumulateGrad node of a parameter,
-    # which adds under a mutex and, on an accelerator, on one stream. The next graph may have a new
-    # node, on another stream, once all others are freed. But then their kernels are done: a call
-    # holds its losses, and so the graph, until its kernels are done (`Launches`).
+    # which adds under a mutex and, on an accelerator, on one stream. A later graph has a new node,
+    # on another stream, only when the earlier graphs are freed. By then their kernels are done: a
+    # call holds its losses, and so the graph, until its kernels are done (`Launches`).
     torch.autograd.backward(
         losses,  # type: ignore[arg-type]  # mixes of tensors and edges, which torch takes
         gradients,

@@ -24,9 +24,7 @@ class Replica:
     """One of the calls that `parallel_apply` or `submit_all` runs at the same time.
 
     The calls may meet: `barrier` and `exchange` wait until every replica has called them. The n-th
-    meeting of one replica is the n-th meeting of all. The wait ends with `ReplicaAborted` when
-    another replica fails, when it returns before the meeting, and when the parallel call is
-    cancelled. A call that a replica forks belongs to this replica.
+    meeting of one replica is the n-th meeting of all. A call that a replica forks belongs to it.
     """
 
     __slots__ = ("_gang", "_round", "_stream", "device", "index")
@@ -49,12 +47,7 @@ class Replica:
         return self._gang.count
 
     def barrier(self) -> None:
-        """Wait until every replica has called `barrier`.
-
-        Raises:
-            ReplicaAborted: Another replica failed or returned before the meeting, or the parallel
-                call was cancelled.
-        """
+        """Wait until every replica has called `barrier`; raises as `exchange` does."""
         self.exchange(None)
 
     def exchange(self, value: T) -> list[T]:
@@ -86,8 +79,8 @@ class Replica:
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the parallel call is cancelled.
 
-        If this has happened already, the callback is called now. It can end a wait that aiopar does
-        not know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels. Its
+        If this has happened already, `callback` is called now. It can end a wait that aiopar does
+        not know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels, and its
         errors are logged.
         """
         self._gang.on_abort(callback)
@@ -129,16 +122,16 @@ def current_replica() -> Replica:
 class Gang:
     """The shared state of the calls of one gang: their meetings, and whether one has failed.
 
-    It refers to its members only until they start or are dropped. Later an error of a member, whose
-    traceback may hold the gang, would make a reference cycle that keeps tensors.
+    It refers to its members only until they start or are dropped: later the error of a member,
+    whose traceback may refer to the gang, would be part of a reference cycle that keeps tensors.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
         self.trigger: int | None = None
-        """The replica that failed first, and so caused all other errors."""
+        """The replica that failed first, and caused all other errors."""
         self.dropped: set[int] = set()
-        """The replicas that did not start because another failed, and that have its error."""
+        """The replicas that did not start, and have the error of another replica."""
         self._unstarted: dict[int, GangCall[Any]] = {}
         # Reentrant: the garbage collector may run while the lock is held, and drop a member.
         self._lock = threading.RLock()
@@ -161,7 +154,7 @@ class Gang:
         return member
 
     def started(self, index: int) -> None:
-        """Forget member `index`, which was claimed: it runs, or is dropped."""
+        """Forget member `index`: it runs, or is dropped."""
         self._unstarted.pop(index, None)
 
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
@@ -182,11 +175,9 @@ class Gang:
                 if len(arrived) == self.count:
                     return [arrived[replica] for replica in range(self.count)]
                 if self._aborted:
-                    failed = self.trigger is not None
+                    cancelled = "the parallel call was cancelled"
                     raise ReplicaAborted(
-                        f"replica {self.trigger} failed"
-                        if failed
-                        else "the parallel call was cancelled"
+                        cancelled if self.trigger is None else f"replica {self.trigger} failed"
                     )
                 if missing := self._returned - arrived.keys():
                     raise ReplicaAborted(f"replica {min(missing)} returned before the meeting")
@@ -262,7 +253,7 @@ def _call_back(callback: Callable[[], object]) -> None:
 class GangCall(FutureCall[T]):
     """One member of a gang."""
 
-    # It may wait for other members, which might wait for the call that this one runs inside.
+    # Inside a waiting call it could wait for a member that waits for that call.
     helpable = False
 
     def __init__(
@@ -301,8 +292,8 @@ class GangCall(FutureCall[T]):
             return
         add_note_once(error, f"in replica {replica.index} on device {replica.device}")
         gang.failed(replica.index)
-        # The other members end when the waiters have this error, so that a waiter for all members
-        # gets it first; but before callbacks, which may wait for the other members.
+        # First the waiters get this error, so that a waiter for all members sees no other error.
+        # Then the other members end; then callbacks run, which may wait for the other members.
         try:
             if not self.future._fail(error, then=partial(gang.abort, self.future)):
                 gang.abort()  # the future was completed from outside
@@ -320,5 +311,4 @@ class GangCall(FutureCall[T]):
     def drop(self) -> None:
         self._gang.started(self.replica.index)
         super().drop()
-        # The other members must not wait for this one.
-        self._gang.abort()
+        self._gang.abort()  # the other members must not wait for this one

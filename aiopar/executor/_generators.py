@@ -48,8 +48,8 @@ class Steps(Generic[T]):
         self._context = caller.context() if context is None else context
         self._caller = caller.torch_state
         self._outside: TorchState | None = None
-        # Most generators leave the state as it was, and switching it costs as much as ten steps. So
-        # it is switched only after a step that has changed it.
+        # A switch of the state costs as much as ten steps, and most generators do not change the
+        # state. So the state is switched only after a step that has changed it.
         self._suspended: SuspendedState | None = None
         self.ended = False
         """Whether there are no more items, the generator has failed or was closed."""
@@ -108,10 +108,9 @@ class Iteration(AsyncOnly, Generic[T]):
     """An async iterator over a sync generator; `DeviceExecutor.iterate` returns it.
 
     Each step is a call of its own on one worker, which is free between steps. The end of an
-    `async with` closes the generator. After the `break` of a plain `async for`, the generator is
-    closed on its worker when the iterator is collected. An error of the generator is raised in
-    place of the item, and ends the iteration. One task may read at a time. A cancelled read loses
-    no item.
+    `async with` closes the generator; after the `break` of a plain `async for`, the collection of
+    the iterator does. An error of the generator is raised in place of the item, and ends the
+    iteration. One task may read at a time. A cancelled read loses no item.
     """
 
     def __init__(

@@ -40,10 +40,8 @@ class Tasks:
         self._caller = caller
         self._loop = asyncio._get_running_loop()
         self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
-        # It also keeps asyncio's tasks alive: the loop refers to them weakly.
-        self._running: dict[Any, Cancel] = {}
-        # In trio each task runs in two scopes. `cancel` cancels the outer one, `shield` shields the
-        # inner one.
+        self._running: dict[Any, Cancel] = {}  # it keeps asyncio's tasks alive: the loop does not
+        # In trio each task runs in an outer scope, for `cancel`, and an inner one, for `shield`.
         self._inner_scopes: dict[Any, trio.CancelScope] = {}
 
     @property
@@ -57,11 +55,9 @@ class Tasks:
         return not self.finished if self._loop is None else self._loop.is_running()
 
     def spawn(self, fn: _Body, ended: Callable[[], object] = _nothing) -> None:
-        """Run a coroutine function in a new task; from any thread.
+        """Run `fn` in a new task; from any thread. It may raise only errors that `must_propagate`.
 
-        Args:
-            fn: The coroutine function. It may raise only errors that `must_propagate`.
-            ended: Called when the task has ended, also if it was cancelled before its start.
+        `ended` is called when the task has ended, also if it was cancelled before its start.
         """
         if not self._runs_here():
             self._waker.post(partial(self.spawn, fn, ended))
@@ -92,8 +88,8 @@ class Tasks:
         caller = self._caller
         trio_module = sys.modules["trio"]
         scope: trio.CancelScope = trio_module.CancelScope()
-        # `shield` cannot make a scope: it would be inside of the scopes that an async generator
-        # holds open from one item to the next.
+        # `shield` cannot make the inner scope: that would be inside the scopes which an async
+        # generator holds open from one item to the next.
         inner: trio.CancelScope = trio_module.CancelScope()
 
         async def run(fn: _Body, ended: Callable[[], object]) -> None:
@@ -148,11 +144,7 @@ class Tasks:
     async def close(self, iterator: Any, what: str) -> None:
         """Close an async iterator if it can be closed; the last step of the calling task.
 
-        The task is shielded from now on. An error is logged: nothing reads the iterator any more.
-
-        Args:
-            iterator: The iterator.
-            what: The name of the iterator in the log.
+        The task is shielded from now on. An error is logged, with `what` as the iterator's name.
         """
         aclose = getattr(iterator, "aclose", None)
         if aclose is None or self.finished:  # the collected task of a closed loop cannot wait
@@ -221,7 +213,7 @@ class Repeating:
 
     @property
     def late(self) -> float:
-        """How many seconds ago the next call was due; in `fn`: this call."""
+        """How many seconds ago the next call was due; in `fn`, this call."""
         return monotonic() - self._due
 
     def cancel(self) -> None:

@@ -63,14 +63,10 @@ class ExecutorObserver:
 
 
 class Listeners(Generic[O]):
-    """The observers of one call, item or batch: each sees all of its events. It is immutable.
+    """The observers of one call, item or batch, in their order; each sees all of its events.
 
-    Observers that do not override the method of an event are not called: most events have few
-    listeners, and there are several events per item.
-
-    Args:
-        observers: The observers, in the order in which they are called.
-        kind: The base class, whose methods do nothing.
+    Observers that do not override a method of `kind`, their base class, are not called for that
+    event: most events have few listeners, and there are several events per item. Immutable.
     """
 
     __slots__ = ("_listening", "observers")
@@ -111,11 +107,8 @@ def _tell(observers: Iterable[object], event: str, args: tuple[Any, ...]) -> Non
 class Observers(Generic[O]):
     """The observers of one object; from any thread.
 
-    Keep `current` for the events of one call, item or batch.
-
-    Args:
-        everywhere: Also adds its observers, now and later.
-        name: The name of the observed object, for the makers of `everywhere`.
+    Keep `current` for the events of one call, item or batch. `everywhere` also adds its observers,
+    now and later; its makers get the `name` of the observed object.
     """
 
     def __init__(self, everywhere: "ProcessObservers[O]", name: str = "") -> None:
@@ -155,12 +148,9 @@ class Observers(Generic[O]):
 
 
 class ProcessObservers(Generic[O]):
-    """Observers of all objects of one kind in this process: of executors, or of batchers.
+    """Observers, of one base class, of all executors or all batchers in this process.
 
     A maker gets the name of such an object and returns the observer for it.
-
-    Args:
-        kind: The base class of the observers.
     """
 
     def __init__(self, kind: type[O]) -> None:
@@ -170,7 +160,7 @@ class ProcessObservers(Generic[O]):
         after_fork_in_child(self._makers.clear)
 
     # No lock. Each method publishes first, then looks: an object and a maker that come at once find
-    # each other at least once. A maker that goes meanwhile is noticed at the end.
+    # each other at least once. `include` looks at the end whether the maker is still there.
 
     def include(self, observers: Observers[O]) -> None:
         """Let the makers observe one more object."""

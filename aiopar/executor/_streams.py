@@ -3,6 +3,7 @@
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,12 +36,8 @@ class Launches:
     its result is complete on the device. The worker of an accelerator has a stream of its own, and
     takes the next call after a launch. A second thread, the completion thread, waits for the events
     of each call, in the order of the stream; `synchronize` releases the GIL, polling does not. A
-    CPU worker has no stream: its calls launch on the default streams, and the worker itself waits
-    for their results.
-
-    Args:
-        stream: The worker's own stream; None for a CPU worker.
-        name: The name of the completion thread.
+    CPU worker has no stream (None): its calls launch on the default streams, and the worker itself
+    waits for their results.
     """
 
     def __init__(self, stream: torch.Stream | None, name: str) -> None:
@@ -49,7 +46,7 @@ class Launches:
         self._queue: queue.SimpleQueue[_Launched | Callable[[], None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        # Each number is written by one thread at a time: their difference needs no lock.
+        # One thread at a time writes each number: their difference needs no lock.
         self._launched = 0
         self._finished = 0
 
@@ -71,20 +68,15 @@ class Launches:
                 return
             bind_thread(self.stream)
             order_after(_callers(call), self.stream)
-            # Autograd may keep the operands longer than the call and its callers. A backward frees
-            # them while its kernels on this stream may still be pending.
+            # Autograd may keep the operands longer than the call and its callers do. A backward
+            # frees the operands while its kernels on this stream may still be pending.
             if call.state.torch_state is None or call.state.torch_state.grad:
                 share_memory(_operands(call), self.stream)
         finally:
             del call  # an error's traceback holds this frame; the same below
 
     def order(self, callers: Iterable[CallerStream], used: Iterable[torch.Tensor]) -> None:
-        """Order the next kernels of this thread after the kernels of `callers`.
-
-        Args:
-            callers: The streams of the callers.
-            used: The tensors of the callers that the next kernels use.
-        """
+        """Order the next kernels of this thread, which use `used`, after those of `callers`."""
         try:
             if self.stream is not None:
                 order_after(callers, self.stream)
@@ -109,8 +101,7 @@ class Launches:
     def finish(self, call: Call[Any]) -> bool:
         """Let the completion thread end `call`, which has returned, when its kernels are done.
 
-        Returns:
-            False if there is nothing to wait for any more: the worker must end the call now.
+        False: there is nothing to wait for any more. The worker must end the call now.
         """
         try:
             if self.stream is None and not accelerators_in_use():
@@ -140,24 +131,21 @@ class Launches:
     def stop(self, then: Callable[[], None]) -> None:
         """Call `then` when all launched calls have ended; no call may be launched afterwards."""
         with self._lock:
-            started = self._thread is not None
-        if started:
-            self._queue.put(then)
-        else:
-            then()
+            if self._thread is not None:
+                self._queue.put(then)
+                return
+        then()
 
     def _count_launched(self) -> bool:
         """Count a call for the completion thread; False if that thread cannot be started."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._complete, name=self._name, daemon=True)
-                try:
+                with suppress(RuntimeError):
                     thread.start()
-                except RuntimeError:
-                    return False
-                self._thread = thread
-            self._launched += 1
-        return True
+                    self._thread = thread
+            self._launched += self._thread is not None
+            return self._thread is not None
 
     def _complete(self) -> None:
         while True:
@@ -172,9 +160,8 @@ class Launches:
             except BaseException as error:  # noqa: BLE001  # an error of a kernel is its caller's
                 call.error = error if call.error is None else call.error
             self._finished += 1
-            # This drops the arguments, which the kernels have read until now.
             try:
-                call.end()
+                call.end()  # it drops the arguments, which the kernels have read until now
             except BaseException:  # noqa: BLE001  # the user may have completed its future
                 logger.exception("a call could not be ended in %s", self._name)
             # An idle thread must not keep a finished call.

@@ -152,13 +152,6 @@ class TestBadArguments:
                 ValueError,
                 "grad_tensors has 1 entries, but there are 2 losses",
             ),
-            ((leaf(1), torch.ones(2)), RuntimeError, r"Mismatch in shape: grad_output\[0\]"),
-            ((leaf(1, 2),), RuntimeError, "only for scalar outputs: element 0 .* shape of .2,"),
-            (
-                ([leaf(1), torch.ones(1)],),
-                RuntimeError,
-                "element 1 of tensors does not require grad and does not have a grad_fn",
-            ),
             ((leaf(1), None, None, False, 3), TypeError, "inputs must be a tensor or several"),
             ((leaf(1), None, None, False, [3]), TypeError, r"inputs\[0\] must be a tensor"),
             ((leaf(1), None, None, False, {}), ValueError, "inputs is empty"),
@@ -168,15 +161,16 @@ class TestBadArguments:
         with pytest.raises(error, match=message):
             aiopar.backward(*args)  # type: ignore[unused-coroutine]  # it raises
 
+    @pytest.mark.asyncio
     @pytest.mark.parametrize(
         "losses", [torch.ones(1), leaf(1, 2), [leaf(1), torch.ones(1)]], ids=str
     )
-    def test_messages_are_those_of_torch(self, losses: Any) -> None:
+    async def test_torch_itself_checks_the_losses(self, losses: Any) -> None:
         with pytest.raises(RuntimeError) as ours:
-            aiopar.backward(losses)  # type: ignore[unused-coroutine]  # it raises
+            await aiopar.backward(losses)
         with pytest.raises(RuntimeError) as theirs:
             torch.autograd.backward(losses)
-        assert str(ours.value).startswith(str(theirs.value))
+        assert str(ours.value) == str(theirs.value)
 
 
 class TestWorker:
