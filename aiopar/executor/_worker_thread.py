@@ -96,8 +96,7 @@ class ThreadWorker:
         self.name = name
         self.queues = queues
         """The queues that it serves: its own queue first, because no other worker serves that."""
-        self.queue = queues[0]
-        self.queue.stream = stream = self.open_stream()
+        queues[0].stream = stream = self.open_stream()
         self.shares = shares if stream is None else None
         self.launches: Launches | None = None
         if stream is not None or supported_accelerator() is not None:
@@ -168,7 +167,7 @@ class ThreadWorker:
     @property
     def idle(self) -> bool:
         with self._lock:
-            return not self.queue.calls and all(
+            return not self.queues[0].calls and all(
                 thread.state in (_ThreadState.ASLEEP, _ThreadState.ENDED)
                 for thread in self._threads
             )
@@ -181,12 +180,12 @@ class ThreadWorker:
 
     def expect_launches(self) -> None:
         if self.launches is None:
-            self.launches = Launches(self.queue.stream, f"{self.name}-completions")
+            self.launches = Launches(self.queues[0].stream, f"{self.name}-completions")
 
     # Queues.
 
     def put(self, call: Call[Any]) -> None:
-        self.queue.put(call)
+        self.queues[0].put(call)
 
     def cancel_queued(self) -> None:
         for each in self.queues:
@@ -196,7 +195,7 @@ class ThreadWorker:
         with self._lock:
             shared = self.queues[-1]
             if len(shared.workers) > 1:
-                self.queues = (self.queue,)
+                self.queues = self.queues[:1]
                 shared.leave(self)
 
     def wait_in(self, queue: CallQueue) -> None:
@@ -522,7 +521,7 @@ class _WorkerThread(threading.Thread):
             # Before a caller can see the result: then this worker counts as free.
             self.call = None
             if self.state is _ThreadState.AWAKE and not (
-                worker.queue.calls or worker.queues[-1].calls
+                worker.queues[0].calls or worker.queues[-1].calls
             ):
                 self._become_idle()
         if not ends_later:
@@ -558,7 +557,7 @@ class _WorkerThread(threading.Thread):
         if place in worker.queues:
             return True
         # A call for another device would launch on this worker's stream.
-        if place.device != worker.device or place.owner not in (None, worker.queue.owner):
+        if place.device != worker.device or place.owner not in (None, worker.queues[0].owner):
             return False
         return call.movable or len(place.workers) > 1
 

@@ -20,7 +20,7 @@ from ..errors import WorkerLost
 from ..executor._call import CallQueue
 from ..executor._pool import _close_at_exit
 from ..executor._worker import HostInfo, current_call
-from ..remote._executor import HostExecutor, HostWorker
+from ..remote._executor import HostExecutor, HostSlot, HostWorker
 from ..remote._host import Host, Task, encode, outcome
 from ._actor import RayEncoder, actor_class, from_message, to_message
 from ._link import LEASE, ActorLink
@@ -123,7 +123,8 @@ class RayExecutor(HostExecutor):
             thread_name_prefix=thread_name_prefix,
             kill_after=kill_after,
             per_host=in_flight,
-            worker=partial(_RayWorker, actors=actors, kind="ray", start=actors.start, pack=_pack),
+            slot=partial(_RaySlot, actors=actors),
+            worker=_RayWorker,
         )
 
 
@@ -153,69 +154,21 @@ def _check_words(address: str | None, name: str | None) -> None:
 
 
 class _RayWorker(HostWorker):
-    """A worker that shares an actor with the other workers of its number.
+    """A worker that shares an actor with the other workers of its number."""
 
-    Until the actor takes calls, the worker is busy with its warm-up, so that the workers with an
-    actor take the calls. A warm-up may last: Ray may have no room for the actor.
-    """
-
-    def __init__(self, *args: Any, actors: "_Actors", **kwargs: Any) -> None:
-        self._actors = actors
-        self._warm_up: Literal["queued", "running"] | None = None
-        self._is_first = args[1] % kwargs["per_host"] == 0
-        """Whether it is the first worker of its actor."""
-        super().__init__(*args, **kwargs)
-        actors.enter()
+    slot: "_RaySlot"
 
     # An idle actor gets a call before a busy actor gets a second call.
 
     @property
     def load(self) -> float:
-        return super().load + (0 if self._is_first else 0.5)
+        return super().load + (0 if self.slot.is_first else 0.5)
 
     def wait_in(self, queue: CallQueue) -> None:
-        if self._is_first:
+        if self.slot.is_first:
             super().wait_in(queue)
         else:
             queue.idle.appendleft(self)  # it is woken last
-
-    def warm_up(self) -> None:
-        self._warm_up = "queued"
-        super().warm_up()
-
-    def ensure_host(self) -> None:
-        self._warm_up = "running"
-        try:
-            super().ensure_host()
-        finally:
-            if self._warm_up == "running":  # else it was lost meanwhile
-                self._warm_up = None
-
-    def _running_host(self) -> Host:
-        host = self._host
-        if isinstance(host, _RayHost) and host.is_lost:  # while it ran no call
-            self._host = None
-            host.close()
-            host = None
-        call = current_call()
-        if host is None and self._warm_up == "queued" and call is not None and call.internal:
-            # A pool or batcher need not wait for the new actor: it has other workers.
-            raise WorkerLost(f"worker {self.label} is started again", may_have_run=False)
-        return super()._running_host()
-
-    def host_lost(self) -> None:
-        """Have no more calls sent here until there is a new actor; from any thread."""
-        error = WorkerLost(f"worker {self.label} was lost", may_have_run=False)
-        for on_host_lost in live_methods(self.on_host_lost):
-            on_host_lost(self, error)
-        self.warm_up()
-
-    def give_up(self) -> bool:
-        """Stop waiting for the actor if the executor is being closed; returns whether it is."""
-        if self.closing:
-            self._killed = True
-            self.leave()  # other workers may have actors
-        return self.closing
 
     @property
     def idle(self) -> bool:
@@ -225,16 +178,77 @@ class _RayWorker(HostWorker):
     def _only_warms_up(self) -> bool:
         """Whether it only waits for an actor, which no call needs: the end must not wait too."""
         stats = self.stats()
-        return self._warm_up == "running" and (stats.queued, stats.running) == (0, 1)
+        return self.slot.warm_up_runs and (stats.queued, stats.running) == (0, 1)
 
     def stop(self) -> None:
         super().stop()
         if self._only_warms_up:
             self.kill()
 
-    def _set_ended(self) -> None:
-        self._actors.leave()
-        super()._set_ended()
+
+class _RaySlot(HostSlot):
+    """The connection of one worker to an actor.
+
+    Until the actor takes calls, the worker is busy with its warm-up, so that the workers with an
+    actor take the calls. A warm-up may last: Ray may have no room for the actor.
+    """
+
+    def __init__(self, worker: HostWorker, *, actors: "_Actors", **options: Any) -> None:
+        super().__init__(worker, start=actors.start, pack=_pack, kind="ray", **options)
+        self._actors = actors
+        self._warm_up: Literal["queued", "running"] | None = None
+        actors.enter()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether its worker is the first one of the actor."""
+        return self.worker.index % self.per_host == 0
+
+    @property
+    def warm_up_runs(self) -> bool:
+        """Whether the worker runs its warm-up."""
+        return self._warm_up == "running"
+
+    def warm_up(self) -> None:
+        self._warm_up = "queued"
+        super().warm_up()
+
+    def start(self) -> None:
+        self._warm_up = "running"
+        try:
+            super().start()
+        finally:
+            if self._warm_up == "running":  # else it was lost meanwhile
+                self._warm_up = None
+
+    def _running_host(self) -> Host:
+        if isinstance(self.host, _RayHost) and self.host.is_lost:  # while it ran no call
+            self._end(self.host)
+        call = current_call()
+        if self.host is None and self._warm_up == "queued" and call is not None and call.internal:
+            # A pool or batcher need not wait for the new actor: it has other workers.
+            raise WorkerLost(f"worker {self.worker.label} is started again", may_have_run=False)
+        return super()._running_host()
+
+    def host_lost(self) -> None:
+        """Have no more calls sent here until there is a new actor; from any thread."""
+        error = WorkerLost(f"worker {self.worker.label} was lost", may_have_run=False)
+        for on_host_lost in live_methods(self.worker.on_host_lost):
+            on_host_lost(self.worker, error)
+        self.warm_up()
+
+    def give_up(self) -> bool:
+        """Stop waiting for the actor if the executor is being closed; returns whether it is."""
+        if self.closing:
+            self._killed = True
+            self.worker.leave()  # other workers may have actors
+        return self.closing
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._actors.leave()
 
 
 _numbers = itertools.count()
@@ -245,10 +259,10 @@ class _RayHost:
     """A worker's connection to an actor. See `Host`."""
 
     def __init__(
-        self, link: ActorLink, worker: _RayWorker, actors: "_Actors", ready: Future[None]
+        self, link: ActorLink, slot: _RaySlot, actors: "_Actors", ready: Future[None]
     ) -> None:
         self._link = link
-        self._worker = worker
+        self._slot = slot
         self._actors = actors
         self._ready = ready
         self._call = -1
@@ -264,7 +278,7 @@ class _RayHost:
         return self._link.is_lost
 
     def open(self) -> None:
-        self._link.open(self._ready, self._worker.give_up)
+        self._link.open(self._ready, self._slot.give_up)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         link = self._link
@@ -288,12 +302,12 @@ class _RayHost:
         self._link.end_call(self._call)
 
     def close(self) -> None:
-        self._actors.release(self._link, self._worker)
+        self._actors.release(self._link, self._slot)
 
     def kill(self) -> None:
         # If the worker is stopped, other processes go on with the actor. Else the actor has lost
         # its device, or a second Ctrl-C ends its call.
-        stopped = self._worker.closing
+        stopped = self._slot.closing
         self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
 
@@ -331,41 +345,42 @@ class _Actors:
         if session is not None:
             leave_session(session)
 
-    def start(self, worker: HostWorker) -> _RayHost:
+    def start(self, slot: _RaySlot) -> _RayHost:
         """Connect a worker to its actor, or to a new actor if the last one was lost."""
-        assert isinstance(worker, _RayWorker)  # noqa: S101  # the executor makes no others
         with self._lock:
             session = self._session
             if session is None or session.failed:
                 session = self._session = enter_session(self._address)
-            link = self._links.get(worker.number)
+            link = self._links.get(slot.number)
             if link is None or link.is_lost:
-                make, shared = partial(self._make, worker), self._name is not None
-                link = ActorLink(worker.label, self._options, make, session.suspect, shared=shared)
-                self._links[worker.number] = link
+                make, shared = partial(self._make, slot), self._name is not None
+                link = ActorLink(
+                    slot.worker.label, self._options, make, session.suspect, shared=shared
+                )
+                self._links[slot.number] = link
                 session.watch(link)
-            link.workers.append(worker.host_lost)
-        return _RayHost(link, worker, self, session.ready)
+            link.workers.append(slot.host_lost)
+        return _RayHost(link, slot, self, session.ready)
 
-    def _make(self, worker: HostWorker) -> Any:
+    def _make(self, slot: _RaySlot) -> Any:
         options = dict(self._options)
         if self._name is not None:
             options |= {
-                "name": f"{self._name}:{worker.number}",
+                "name": f"{self._name}:{slot.number}",
                 "namespace": NAMESPACE,
                 "get_if_exists": True,
                 "lifetime": "detached",
             }
         lease = None if self._name is None else LEASE
-        return actor_class().options(**options).remote(worker.device, worker.seed, lease)
+        return actor_class().options(**options).remote(slot.worker.device, slot.seed, lease)
 
-    def release(self, link: ActorLink, worker: _RayWorker) -> None:
+    def release(self, link: ActorLink, slot: _RaySlot) -> None:
         """Close a connection; the last one closes the link."""
         with self._lock:
-            link.workers.remove(worker.host_lost)
+            link.workers.remove(slot.host_lost)
             last = not link.workers
-            if last and self._links.get(worker.number) is link:
-                del self._links[worker.number]
+            if last and self._links.get(slot.number) is link:
+                del self._links[slot.number]
         # A lost actor must not hold the resources that the new one needs.
         if last or link.is_lost:
             link.close()

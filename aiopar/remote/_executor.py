@@ -3,7 +3,7 @@
 import threading
 from _thread import start_new_thread
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, islice
@@ -13,11 +13,10 @@ import torch
 
 from .._base.arguments import check_int, check_timeout
 from .._base.devices import is_device_error
-from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger
 from ..errors import ExecutorShutdown, WorkerLost
-from ..executor._call import AwaitedCall, Call, CallQueue, FutureCall
+from ..executor._call import AwaitedCall, Call, FutureCall
 from ..executor._executor import DeviceExecutor, await_call
 from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._worker import Worker, WorkerStats, current_call
@@ -33,121 +32,43 @@ T = TypeVar("T")
 class HostWorker(ThreadWorker):
     """A worker whose thread sends each call to a host, and waits for the result.
 
-    The host is started at once, in the background. A host that is lost is started again.
+    The host is started at once, in the background.
 
     Args:
-        device: The device on which the host computes.
-        index, name, shares, queues: As for `WorkerFactory`.
-        kind: The first word of its label: "process", ...
-        start: Starts the host of a worker, again if it was lost, or connects to it; blocks.
-        pack: See `Kept`.
-        kill_after: A running call whose caller has left may go on for so many seconds, then its
-            host is killed and replaced. None: it may go on for ever.
-        per_host: How many workers share a host: so many calls are on their way to it at once.
+        args, kwargs: As for `WorkerFactory`.
+        slot: Makes the slot of its host.
     """
-
-    # State     _host      _killed
-    # cold      None       False    the next call, or the warm-up that is queued, starts a host
-    # starting  new        False    `Host.open` waits
-    # running   open       False    until the host is lost, or loses its device: cold again
-    # killed    any        True     calls raise `WorkerLost`; no other host is started
 
     shares_memory = False
 
-    def __init__(
-        self,
-        device: torch.device,
-        index: int,
-        name: str,
-        shares: CoreShares,
-        queues: tuple[CallQueue, ...],
-        *,
-        kind: str,
-        start: "Callable[[HostWorker], Host]",
-        pack: Callable[[Any], tuple[str, Any]],
-        kill_after: float | None,
-        per_host: int = 1,
-    ) -> None:
-        self.number = index // per_host
-        """The number of its host in the executor."""
-        self._label = f"{kind}:{self.number}/{device}"
-        self._start_host = start
-        self._pack = pack
-        self._kill_after = kill_after
-        self._host: Host | None = None
-        # Held while the host is started, used or ended: while a call of this worker waits for other
-        # calls, a second thread of the worker may run calls.
-        self._host_lock = threading.Lock()
-        self._killed = False
-        self._warm_ups = 0
-        super().__init__(device, index, name, shares, queues)
+    def __init__(self, *args: Any, slot: "Callable[[HostWorker], HostSlot]", **kwargs: Any) -> None:
+        self.slot = slot(self)
+        super().__init__(*args, **kwargs)
         # A host may import the program, and so make the program's executor once more. That executor
         # must not start hosts in turn, unless it is called.
         if not on_host():
-            self.warm_up()
+            self.slot.warm_up()
 
     def open_stream(self) -> torch.Stream | None:
         return None  # streams are the host's
 
     @property
     def label(self) -> str:
-        return self._label
-
-    @property
-    def seed(self) -> int:
-        """The seed of its host: hosts differ; after `torch.manual_seed` all runs are the same."""
-        return (torch.initial_seed() + self.number) % 2**63
+        return f"{self.slot.kind}:{self.slot.number}/{self.device}"
 
     @property
     def ready(self) -> bool:
-        return self._host is not None
+        return self.slot.host is not None
 
     def keep(self, value: T, *, replica: bool = False) -> T:
         if isinstance(value, Kept):
             return value.again()  # type: ignore[return-value]  # it stands for it
-        return Kept(value, replica, self._pack)  # type: ignore[return-value]
+        return Kept(value, replica, self.slot.pack)  # type: ignore[return-value]
 
     def put(self, call: Call[Any]) -> None:
         if self.stopping:
-            raise ExecutorShutdown(f"worker {self._label} was removed")
+            raise ExecutorShutdown(f"worker {self.label} was removed")
         super().put(call)
-
-    def warm_up(self) -> None:
-        """Start the host in the background, if there is none."""
-        call = FutureCall(self._try_to_start, ())  # nobody waits for it
-        call.helpable, call.internal = False, True
-        with suppress(ExecutorShutdown):
-            self.put(call)
-
-    def _try_to_start(self) -> None:
-        try:
-            self.ensure_host()
-        except WorkerLost:
-            pass  # the next call starts it
-        except Exception as error:  # noqa: BLE001  # the next call raises it
-            logger.error("worker %s cannot start: %s", self._label, in_words(error))
-
-    def ensure_host(self) -> None:
-        """Start the host, if there is none; on a thread of this worker."""
-        self._warm_ups += 1
-        with self._host_lock:
-            self._running_host()
-
-    def _running_host(self) -> Host:
-        if self._killed:
-            raise WorkerLost(f"worker {self._label} was stopped", may_have_run=False)
-        if self._host is None:
-            host = self._host = self._start_host(self)
-            try:
-                if self._killed:  # meanwhile, and `kill` has found no host
-                    host.kill()
-                host.open()
-            except BaseException:
-                self._host = None
-                host.kill()
-                host.close()
-                raise
-        return self._host
 
     def run(
         self,
@@ -156,121 +77,220 @@ class HostWorker(ThreadWorker):
         kwargs: Mapping[str, Any],
         state: CallerState,
     ) -> Any:
+        result: Any = None
         try:
             shares = self.shares
             threads = 0 if shares is None else shares.share(len(shares.running))
             check_no_gradients(fn, state)
-            call = current_call()
             task = Task(fn, args, kwargs, portable_state(state), threads)
-            with self._host_lock:
-                try:
-                    succeeded, result = self._call(task)
-                except WorkerLost as error:
-                    if error.may_have_run or self._killed or (call is not None and call.left):
-                        raise
-                    succeeded, result = self._call(task)  # on a new host
+            succeeded, result = self.slot.call(task)
             if not succeeded:
                 raise result
             return result
         finally:
             # An error's traceback holds this frame.
-            task = result = call = None  # type: ignore[assignment]
-            del fn, args, kwargs, state
-
-    def _call(self, task: Task) -> tuple[bool, Any]:
-        """What `Host.call` returns; a host that is lost is replaced."""
-        host = self._running_host()
-        try:
-            with nullcontext() if self._kill_after is None else self._bounded(host):
-                succeeded, result = host.call(task)
-        except WorkerLost:
-            self._lose(host)
-            raise
-        finally:
-            del task  # an error's traceback holds this frame
-        if succeeded or not is_device_error(result):
-            return succeeded, result
-        # A process cannot get a lost device back. A new process can.
-        self._lose(host)
-        message = f"worker {self._label} has lost its device; its call may have run"
-        raise WorkerLost(message) from result
-
-    @contextmanager
-    def _bounded(self, host: Host) -> Iterator[None]:
-        """In the block, kill `host` when the caller has left for `kill_after` seconds."""
-        call, seconds = current_call(), self._kill_after
-        if call is None or seconds is None:
-            yield
-            return
-        running = [host]  # `pop` is atomic: either the call ends, or its host is killed
-        ended = threading.Event()
-
-        def start_clock() -> None:
-            # The garbage collector may be here, because it closes the caller's coroutine. So
-            # nothing may take locks, as `Thread.start` does.
-            start_new_thread(kill_late, ())
-
-        def kill_late() -> None:
-            if ended.wait(min(seconds, threading.TIMEOUT_MAX)):
-                return
-            with suppress(IndexError):
-                late = running.pop()
-                logger.warning(
-                    "worker %s: a call is ended, %g s after its caller has left",
-                    self._label,
-                    seconds,
-                )
-                late.kill_call()
-
-        call.on_left = start_clock
-        try:
-            if call.left:
-                start_clock()
-            yield
-        finally:
-            call.on_left = None
-            running.clear()
-            ended.set()
-            del call  # it holds the error, whose traceback holds this frame
-
-    def _lose(self, host: Host) -> None:
-        self._host = None
-        host.kill()
-        host.close()
-        if not self._killed:
-            self.warm_up()
-
-    @property
-    def closing(self) -> bool:
-        """Whether its executor is being closed, or it was removed."""
-        return self.stopping or self.on_idle is not None
+            del fn, args, kwargs, state, result
+            task = None  # type: ignore[assignment]
 
     def kill(self, *, left_only: bool = False) -> None:
         thread = self.thread
         call = None if thread is None else thread.innermost
-        if left_only and (call is None or not call.left):
-            return
-        # Before `_host` is read: else a host that starts meanwhile would live on.
-        self._killed = self._killed or self.closing
-        host = self._host  # read once: the worker's thread may be replacing it
-        if host is not None and self._host_lock.locked():  # else it is idle
-            host.kill()
+        if not left_only or (call is not None and call.left):
+            self.slot.kill()
 
     def _all_ended(self) -> None:
         self.cancel_queued()  # calls that came while the worker stopped
-        with self._host_lock:
-            host, self._host, self._killed = self._host, None, True
         try:
-            if host is not None:
-                host.close()
+            self.slot.close()
         finally:
             super()._all_ended()
 
     def stats(self) -> WorkerStats:
-        stats = super().stats()
-        host = self._host
+        stats, slot = super().stats(), self.slot
+        host = slot.host
         info = None if host is None else host.info
-        return replace(stats, completed=max(0, stats.completed - self._warm_ups), host=info)
+        return replace(stats, completed=max(0, stats.completed - slot.starts), host=info)
+
+
+class HostSlot:
+    """The host of one worker. A host that is lost is started again.
+
+    Args:
+        worker: The worker.
+        kind: The first word of the worker's label: "process", ...
+        start: Starts the host of a slot, or connects to it; blocks.
+        pack: See `Kept`.
+        kill_after: A running call whose caller has left may go on for so many seconds. Then its
+            host is killed and replaced. None: the call may go on for ever.
+        per_host: How many workers share a host: so many calls are on their way to it at once.
+    """
+
+    # State     host  _killed
+    # cold      None  False    the next call, or the warm-up that is queued, starts a host
+    # starting  new   False    `Host.open` waits
+    # running   open  False    until the host is lost, or loses its device: cold again
+    # killed    any   True     calls raise `WorkerLost`; no other host is started
+
+    def __init__(
+        self,
+        worker: HostWorker,
+        *,
+        kind: str,
+        start: "Callable[[Any], Host]",
+        pack: Callable[[Any], tuple[str, Any]],
+        kill_after: float | None,
+        per_host: int,
+    ) -> None:
+        self.worker = worker
+        self.kind = kind
+        self.pack = pack
+        self.per_host = per_host
+        self.host: Host | None = None
+        self.starts = 0
+        """How many calls of the worker only started the host."""
+        self._start_host = start
+        self._kill_after = kill_after
+        # Held while the host is started, used or ended: while a call of the worker waits for other
+        # calls, a second thread of the worker may run calls.
+        self._lock = threading.Lock()
+        self._killed = False
+
+    @property
+    def number(self) -> int:
+        """The number of the host in its executor."""
+        return self.worker.index // self.per_host
+
+    @property
+    def seed(self) -> int:
+        """The seed of the host: hosts differ; after `torch.manual_seed` all runs are the same."""
+        return (torch.initial_seed() + self.number) % 2**63
+
+    @property
+    def closing(self) -> bool:
+        """Whether the executor is being closed, or the worker was removed."""
+        return self.worker.stopping or self.worker.on_idle is not None
+
+    def warm_up(self) -> None:
+        """Start the host in the background, if there is none."""
+        call = FutureCall(self._try_to_start, ())  # nobody waits for it
+        call.helpable, call.internal = False, True
+        with suppress(ExecutorShutdown):
+            self.worker.put(call)
+
+    def _try_to_start(self) -> None:
+        try:
+            self.start()
+        except WorkerLost:
+            pass  # the next call starts it
+        except Exception as error:  # noqa: BLE001  # the next call raises it
+            logger.error("worker %s cannot start: %s", self.worker.label, in_words(error))
+
+    def start(self) -> None:
+        """Start the host, if there is none; on a thread of the worker."""
+        self.starts += 1
+        with self._lock:
+            self._running_host()
+
+    def _running_host(self) -> Host:
+        if self._killed:
+            raise WorkerLost(f"worker {self.worker.label} was stopped", may_have_run=False)
+        if self.host is None:
+            host = self.host = self._start_host(self)
+            try:
+                if self._killed:  # meanwhile, and `kill` has found no host
+                    host.kill()
+                host.open()
+            except BaseException:
+                self._end(host)
+                raise
+        return self.host
+
+    def call(self, task: Task) -> tuple[bool, Any]:
+        """What `Host.call` returns. If the host was lost before the task, a new host runs it."""
+        call = current_call()
+        try:
+            with self._lock:
+                try:
+                    return self._call_once(task, call)
+                except WorkerLost as error:
+                    if error.may_have_run or self._killed or (call is not None and call.left):
+                        raise
+                    return self._call_once(task, call)
+        finally:
+            del task, call  # an error's traceback holds this frame
+
+    def _call_once(self, task: Task, call: Call[Any] | None) -> tuple[bool, Any]:
+        host, seconds = self._running_host(), self._kill_after
+        try:
+            if call is None or seconds is None:
+                succeeded, result = host.call(task)
+            else:
+                with _bounded(host, call, seconds, self.worker.label):
+                    succeeded, result = host.call(task)
+            if succeeded or not is_device_error(result):
+                return succeeded, result
+            # A process cannot get a lost device back. A new process can.
+            message = f"worker {self.worker.label} has lost its device; its call may have run"
+            raise WorkerLost(message) from result
+        except WorkerLost:
+            self._end(host)
+            if not self._killed:
+                self.warm_up()
+            raise
+        finally:
+            del task, call  # an error's traceback holds this frame
+
+    def _end(self, host: Host) -> None:
+        self.host = None
+        host.kill()
+        host.close()
+
+    def kill(self) -> None:
+        """Kill the host if a call runs there; without replacement if the executor is closing."""
+        # Before `host` is read: else a host that starts meanwhile would live on.
+        self._killed = self._killed or self.closing
+        host = self.host  # read once: the worker's thread may be replacing it
+        if host is not None and self._lock.locked():  # else it is idle
+            host.kill()
+
+    def close(self) -> None:
+        """End the host, after the last call."""
+        with self._lock:
+            host, self.host, self._killed = self.host, None, True
+        if host is not None:
+            host.close()
+
+
+@contextmanager
+def _bounded(host: Host, call: Call[Any], seconds: float, label: str) -> Iterator[None]:
+    """In the block, kill `host` when the caller of `call` has left for so many seconds."""
+    running = [host]  # `pop` is atomic: either the call ends, or its host is killed
+    ended = threading.Event()
+
+    def start_clock() -> None:
+        # The garbage collector may be here, because it closes the caller's coroutine. So nothing
+        # may take locks, as `Thread.start` does.
+        start_new_thread(kill_late, ())
+
+    def kill_late() -> None:
+        if not ended.wait(min(seconds, threading.TIMEOUT_MAX)):
+            with suppress(IndexError):
+                late = running.pop()
+                logger.warning(
+                    "worker %s: a call is ended, %g s after its caller has left", label, seconds
+                )
+                late.kill_call()
+
+    call.on_left = start_clock
+    try:
+        if call.left:
+            start_clock()
+        yield
+    finally:
+        call.on_left = None
+        running.clear()
+        ended.set()
+        del call  # it holds the error, whose traceback holds this frame
 
 
 class HostExecutor(DeviceExecutor):
@@ -278,23 +298,25 @@ class HostExecutor(DeviceExecutor):
 
     Args:
         devices: One worker for each.
-        worker: Makes a worker, with the arguments of `HostWorker`.
-        per_host, kill_after: As for `HostWorker`.
+        slot: Makes the slot of a worker, with the arguments of `HostSlot`.
+        worker: The class of the workers.
+        per_host, kill_after: As for `HostSlot`.
         options: `max_pending`, `num_threads`, `thread_name_prefix`, as for `DeviceExecutor`.
     """
 
     def __init__(
         self,
         devices: Sequence[torch.device],
-        worker: Callable[..., HostWorker],
+        slot: Callable[..., HostSlot],
         *,
+        worker: type[HostWorker] = HostWorker,
         per_host: int = 1,
         kill_after: float | None,
         **options: Any,
     ) -> None:
         kill_after = check_timeout(kill_after, "kill_after")
-        make_worker = partial(worker, kill_after=kill_after, per_host=per_host)
-        pool = WorkerPool(devices, make_worker=make_worker, **options)
+        slot = partial(slot, kill_after=kill_after, per_host=per_host)
+        pool = WorkerPool(devices, make_worker=partial(worker, slot=slot), **options)
         self._dispatcher = Dispatcher(pool, synchronize=True)
         self._devices = devices
         self._per_host = per_host
@@ -321,20 +343,16 @@ class HostExecutor(DeviceExecutor):
             added, going = pool.add(devices), pool.workers[count:]
             try:
                 for worker in added:
-                    await self._start(worker)
+                    assert isinstance(worker, HostWorker)  # noqa: S101  # the pool makes no others
+                    call = AwaitedCall(worker.slot.start, ())
+                    call.internal = True
+                    await await_call(call, pool, [worker], abandon_on_cancel=False)
                 if added:
                     await pool.tell_followers()
             except BaseException:
                 await self._let_go(added)
                 raise
             await self._let_go(going)
-
-    async def _start(self, worker: Worker) -> None:
-        """Wait until the host of a new worker takes calls."""
-        assert isinstance(worker, HostWorker)  # noqa: S101  # the pool makes no others
-        call = AwaitedCall(worker.ensure_host, ())
-        call.internal = True
-        await await_call(call, self._dispatcher.pool, [worker], abandon_on_cancel=False)
 
     async def _let_go(self, workers: Sequence[Worker]) -> None:
         """Remove workers: their replicas leave their pools, then they run their queued calls."""
@@ -362,17 +380,18 @@ class HostExecutor(DeviceExecutor):
             timeout: After so many seconds the hosts are killed: calls that still run raise
                 `WorkerLost`. None: never.
         """
-        timeout = check_timeout(timeout)
-        timer = threading.Timer(timeout or 0, self._kill)
+        timeout, pool = check_timeout(timeout), self._dispatcher.pool
+
+        def kill() -> None:
+            for worker in pool.workers:
+                worker.kill()
+
+        timer = threading.Timer(timeout or 0, kill)
         timer.daemon = True
-        self._dispatcher.pool.close(cancel_queued=not drain)  # first: what is killed stays so
+        pool.close(cancel_queued=not drain)  # first: what is killed stays so
         if timeout is not None:
             timer.start()
         try:
             await super().aclose(drain=drain)
         finally:
             timer.cancel()
-
-    def _kill(self) -> None:
-        for worker in self._dispatcher.workers:
-            worker.kill()

@@ -25,7 +25,7 @@ from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
 from ..executor._worker import HostInfo
 from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
-from ._executor import HostExecutor, HostWorker
+from ._executor import HostExecutor, HostSlot
 from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
 from ._host import Task, answer, become_host, encode, failure, lost, outcome
 from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported, unique_key
@@ -109,8 +109,8 @@ class ProcessExecutor(HostExecutor):
             num_threads=num_threads,
             thread_name_prefix=thread_name_prefix,
             kill_after=kill_after,
-            worker=partial(
-                HostWorker,
+            slot=partial(
+                HostSlot,
                 kind="process",
                 start=partial(ProcessHost, server=server, preload=modules),
                 pack=_pack,
@@ -155,14 +155,14 @@ class ProcessHost:
     """A worker process, as its worker sees it. See `Host`.
 
     Args:
-        worker: The worker.
+        slot: The slot of its worker.
         server: Starts the process.
         preload: The modules to import first.
     """
 
-    def __init__(self, worker: HostWorker, *, server: ForkServer, preload: Sequence[str]) -> None:
+    def __init__(self, slot: HostSlot, *, server: ForkServer, preload: Sequence[str]) -> None:
         self.info: HostInfo | None = None
-        self._worker = worker
+        self._slot = slot
         self._server = server
         self._preload = preload
         self._holding = Holding()
@@ -188,9 +188,9 @@ class ProcessHost:
                 os.close(file)
             for each in self._theirs:
                 each.close()
-        worker = self._worker
+        worker = self._slot.worker
         try:
-            own = worker.device, worker.seed, _main(worker.number)
+            own = worker.device, self._slot.seed, _main(self._slot.number)
             pid = self._run(_prepare, *own, self._preload, {**os.environ})
         except Disconnected:
             raise self._start_error() from None
@@ -219,11 +219,11 @@ class ProcessHost:
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        raise lost(self._worker.label, self.info, self._end()[0], may_have_run=sent)
+        raise lost(self._slot.worker.label, self.info, self._end()[0], may_have_run=sent)
 
     def _send_kept(self, kept: Kept[Any]) -> None:
         key, (data, table, size, file) = kept.pack()
-        replica_on = self._worker.device if kept.replica else None
+        replica_on = self._slot.worker.device if kept.replica else None
         self._run(_keep, key, replica_on, data, table, size, file=file)
         self._holding.add(kept)
 
@@ -241,13 +241,13 @@ class ProcessHost:
     def _reply(self) -> tuple[bool, Any]:
         """The outcome of the message that the process works on."""
         message = self._channel.receive()
-        return outcome(partial(decode, *message), self._worker.label)
+        return outcome(partial(decode, *message), self._slot.worker.label)
 
     def _start_error(self) -> Exception:
         how, is_lost = self._end()
         if is_lost:
-            return lost(self._worker.label, None, how, may_have_run=False)
-        return RuntimeError(f"worker {self._worker.label} {how} while it started")
+            return lost(self._slot.worker.label, None, how, may_have_run=False)
+        return RuntimeError(f"worker {self._slot.worker.label} {how} while it started")
 
     def _end(self) -> tuple[str, bool]:
         """How the process has ended; and whether something outside ended it, as a signal does."""
