@@ -1,7 +1,7 @@
 """`install`: error handlers, health routes, metrics, live page, middleware of an application."""
 
 import math
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -45,8 +45,7 @@ _STATUSES: dict[type[Exception], int] = {
 """The status of the response to each error."""
 
 _TRY_AGAIN_LATER, _INVALID_DATA = 1013, 1007  # close codes of a websocket
-_MAX_REASON_BYTES = 123  # a close frame holds 125 bytes; the code takes two of them
-
+_MAX_REASON_BYTES = 123  # a close frame holds 125 bytes, two of them for the code
 _WEBSOCKET_STATE = "aiopar.websocket"  # a key of the scope
 
 
@@ -62,25 +61,25 @@ def install(
 ) -> None:
     """Add error responses, health routes and metrics to an application, before it starts.
 
-    - Errors become responses with the JSON body `{"detail": ...}`: `Overloaded` 503 with
-      `Retry-After` (seconds), `DeadlineExceeded` 504, `InvalidInput` 422, `ReplicaUnavailable`,
+    - Errors become responses with the JSON body `{"detail": ...}`: `InvalidInput` 422,
+      `DeadlineExceeded` 504, `Overloaded` 503 with `Retry-After` (seconds), `ReplicaUnavailable`,
       `ServiceClosed` and `ReaderTooSlow` 503. Another `ValueError` may be a bug and stays an error.
       A websocket that is not accepted yet gets the same response, if the server can send one
-      (uvicorn can). An accepted websocket is closed with code 1013 (try again later), or 1007 for
-      `InvalidInput`. The application's own handlers of these errors stay.
-    - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process.
-      Restart the process then.
+      (uvicorn can). An accepted websocket is closed with code 1007 for `InvalidInput`, else 1013
+      (try again later). The application's own handlers of these errors stay.
+    - `/healthz` fails with 503 when a resource of `lifespan` can never serve again in this process,
+      which must be restarted then.
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed
       up, not closing, a replica in service), after SIGTERM, while every replica or worker of a
       resource runs one call for longer than `stuck_after`, and without a `lifespan` of aiopar. Send
       requests elsewhere then. The response says why.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
-      request asks for; all of them, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
+      request asks for: all metrics, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
       set, these are the metrics of all processes. Without the extra `metrics` there is no route.
     - `dashboard="/aiopar"` adds a live page for operators: requests, queue, batch sizes, durations
       and refusals of each batcher; replicas, workers, and the delay of the event loop. The page
       shows the resources of `lifespan` in this process; nothing runs while no page is open. Protect
-      the page: whoever can open it sees all this.
+      the page: it has no login.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
       The cleanup of the endpoint runs to its end. This middleware is added inside of all others.
     - While the service drains, responses ask for their connection to be closed. The server's own
@@ -90,11 +89,11 @@ def install(
 
     Args:
         app: A Starlette or FastAPI application.
-        healthz: The path of the health route; None: no such route.
-        readyz: The path of the readiness route; None: no such route.
-        metrics: The path of the metrics route; None: no such route.
+        healthz: The path of the health route. None, here and below: no such route.
+        readyz: The path of the readiness route.
+        metrics: The path of the metrics route.
         registry: The registry to show; None: `prometheus_client.REGISTRY`.
-        dashboard: The path of the live page; its data comes from `{path}/events`. None: no page.
+        dashboard: The path of the live page; its data comes from `{path}/events`.
         stuck_after: Seconds that one call may run until its replica or worker is not ready. Choose
             more than your longest call takes. None: without limit.
 
@@ -117,7 +116,9 @@ def install(
     for name, path in paths.items():
         if path is not None:
             _check_path(name, path)
-    routes = [*_health_routes(service, healthz, readyz), *_metrics_routes(metrics, registry)]
+    routes = _health_route(healthz, "alive", service.dead_reason)
+    routes += _health_route(readyz, "ready", service.unready_reason)
+    routes += _metrics_routes(metrics, registry)
     if dashboard is not None:
         routes += dashboard_routes(service, dashboard)
     if stuck_after is not None:
@@ -126,7 +127,8 @@ def install(
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)
     app.add_middleware(_WebSocketMiddleware)
-    # Innermost: another middleware may run the application in a task group, which cancels again.
+    # Innermost: a middleware around it may run the application in a task group, where each further
+    # `await` of a cancelled application is cancelled too.
     app.user_middleware.append(Middleware(DisconnectMiddleware))
     for kind in _STATUSES:
         # Starlette types a handler of requests and a handler of websockets, not one for both.
@@ -151,35 +153,27 @@ def _check_path(name: str, path: str) -> None:
 async def _answer_error(connection: HTTPConnection, error: Exception) -> Response | None:
     """The exception handler for the errors in `_STATUSES`."""
     status = next(_STATUSES[kind] for kind in type(error).__mro__ if kind in _STATUSES)
-    # UTF-8 cannot encode a lone surrogate, which the text of an item may contain.
+    # The text of an item may contain a lone surrogate, which UTF-8 cannot encode.
     detail = str(error).encode(errors="backslashreplace").decode()
-    response = JSONResponse({"detail": detail}, status, headers=_retry_after(error))
+    response = JSONResponse({"detail": detail}, status)
+    if isinstance(error, Overloaded) and math.isfinite(error.estimated_wait):
+        response.headers["retry-after"] = str(max(1, math.ceil(error.estimated_wait)))
     if not isinstance(connection, WebSocket):
         return response
-    code = _INVALID_DATA if isinstance(error, InvalidInput) else _TRY_AGAIN_LATER
-    reason = detail.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
-    await _end_websocket(connection, response, code, reason)
-    return None
-
-
-def _retry_after(error: Exception) -> dict[str, str]:
-    if not isinstance(error, Overloaded) or not math.isfinite(error.estimated_wait):
-        return {}
-    return {"retry-after": str(max(1, math.ceil(error.estimated_wait)))}
-
-
-async def _end_websocket(websocket: WebSocket, response: Response, code: int, reason: str) -> None:
-    state: _WebSocketState = websocket.scope[_WEBSOCKET_STATE]
+    state: _WebSocketState = connection.scope[_WEBSOCKET_STATE]
     if state.ended:
-        return
-    can_refuse = "websocket.http.response" in websocket.scope.get("extensions", {})
-    # The client may disconnect at this moment. The server then raises OSError, which Starlette may
-    # turn into WebSocketDisconnect.
+        return None
+    can_refuse = "websocket.http.response" in connection.scope.get("extensions", {})
+    # If the client disconnects now, the server raises OSError, which Starlette may turn into
+    # WebSocketDisconnect.
     with suppress(OSError, WebSocketDisconnect):
         if can_refuse and not state.started:
-            await websocket.send_denial_response(response)
+            await connection.send_denial_response(response)
         else:
-            await websocket.close(code, reason)
+            code = _INVALID_DATA if isinstance(error, InvalidInput) else _TRY_AGAIN_LATER
+            reason = detail.encode()[:_MAX_REASON_BYTES].decode(errors="ignore")
+            await connection.close(code, reason)
+    return None
 
 
 class _WebSocketState:
@@ -190,8 +184,8 @@ class _WebSocketState:
 class _WebSocketMiddleware:
     """Note the state of each websocket, for the exception handler.
 
-    Starlette's `WebSocket` objects know only what was done through them. The exception handler gets
-    a different one than the endpoint if the endpoint is a class or in a mounted application.
+    A `WebSocket` object of Starlette knows only what was done through it. If the endpoint is a
+    class, or in a mounted application, the exception handler gets another object than the endpoint.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -227,9 +221,8 @@ class _WebSocketMiddleware:
 class _DrainMiddleware:
     """While the service drains, make responses ask for their connection to be closed.
 
-    A client that keeps its connection sends its next request to this server, whatever `/readyz`
-    says. If the server closes the connection at that moment, the client cannot know whether the
-    request was processed.
+    Else a client would send its next request on the connection, whatever `/readyz` says. If the
+    server closes the connection then, the client cannot know whether the request was processed.
     """
 
     def __init__(self, app: ASGIApp, *, service: Service) -> None:
@@ -248,23 +241,14 @@ class _DrainMiddleware:
         await self.app(scope, receive, send_closing if http_1 and self._service.draining else send)
 
 
-def _health_routes(service: Service, healthz: str | None, readyz: str | None) -> Iterator[Route]:
-    async def alive(_: Request) -> Response:
-        return _health("alive", service.dead_reason())
+def _health_route(path: str | None, status: str, find: Callable[[], str | None]) -> list[Route]:
+    async def health(_: Request) -> Response:
+        trouble = find()
+        if trouble is None:
+            return JSONResponse({"status": status})
+        return JSONResponse({"detail": trouble}, 503)
 
-    async def ready(_: Request) -> Response:
-        return _health("ready", service.unready_reason())
-
-    if healthz is not None:
-        yield Route(healthz, alive, include_in_schema=False)
-    if readyz is not None:
-        yield Route(readyz, ready, include_in_schema=False)
-
-
-def _health(status: str, trouble: str | None) -> Response:
-    if trouble is None:
-        return JSONResponse({"status": status})
-    return JSONResponse({"detail": trouble}, 503)
+    return [] if path is None else [Route(path, health, name=status, include_in_schema=False)]
 
 
 def _metrics_routes(path: str | None, registry: "CollectorRegistry | None") -> Iterator[Route]:
@@ -277,14 +261,14 @@ def _metrics_routes(path: str | None, registry: "CollectorRegistry | None") -> I
     if path is None:
         return
 
-    one_at_a_time = Semaphore(1)  # unlike a limiter of anyio it serves any event loop
+    one_at_a_time = Semaphore(1)  # unlike a limiter of anyio, it serves any event loop
 
     async def metrics(request: Request) -> Response:
         accept = ",".join(request.headers.getlist("accept"))
         names = request.query_params.getlist("name[]")
         make = partial(exposition, registry, accept, names)
         async with one_at_a_time:
-            # Not under the default limiter: `def` endpoints that wait may hold all of it.
+            # Not under anyio's default limiter: `def` endpoints that wait may hold all of it.
             body, content_type = await anyio.to_thread.run_sync(make, limiter=CapacityLimiter(1))
         return Response(body, headers={"content-type": content_type})
 

@@ -28,32 +28,29 @@ class DisconnectMiddleware:
     """Cancel a request that waits for a batcher when its client has disconnected.
 
     Servers do not do this. uvicorn reports a disconnect only to an application that calls
-    `receive`, and an endpoint that awaits a model does not call it. This middleware cancels the
-    application at the point where it awaits, and the batcher drops the item.
+    `receive`, and an endpoint that awaits a model does not. This middleware cancels the application
+    at the point where it awaits, and the batcher drops the item.
 
     - Only a request that waits for a `Batcher` is cancelled: when the client disconnects, or when
-      the request comes to a batcher later. `cancel_on_disconnect` has a request cancelled whatever
-      it waits for.
+      the request comes to a batcher after that. `cancel_on_disconnect` has a request cancelled
+      whatever it waits for.
     - On asyncio the application is cancelled once, as by `Task.cancel`. Its cleanup (`finally`,
       dependencies with `yield`) may await and runs to its end. An application that catches the
       cancellation goes on.
     - On trio, and in a task of an anyio task group, an `await` in cleanup needs a shield. Add this
-      middleware inside of `BaseHTTPMiddleware`, which runs the application in such a group.
-      `install` does so.
+      middleware inside of `BaseHTTPMiddleware`, which runs such a group. `install` does so.
     - `anyio.CancelScope(shield=True)` delays the cancellation. A thread cannot be cancelled: a
       `def` endpoint and its call of a batcher run to their end.
     - An application that waits for a message gets `http.disconnect`, and is not cancelled. A
       `StreamingResponse` waits for messages, and so does an endpoint that reads the body.
-    - An endpoint that polls (`await request.is_disconnected()`) while other tasks of the endpoint
-      wait for a batcher is not cancelled. Its next poll reports the disconnect, and the endpoint
-      ends these tasks.
+    - An endpoint may poll (`await request.is_disconnected()`) while its other tasks wait for a
+      batcher. It is not cancelled: its next poll reports the disconnect, and it ends these tasks.
     - Nothing is cancelled after the response is complete: background tasks run to their end.
     - The application gets every message, in order. The middleware receives at most one part of the
-      body before the application asks for it. If the client sent `Expect: 100-continue`, the
+      body before the application asks for that part. If the client sent `Expect: 100-continue`, the
       middleware receives nothing until the application has asked for the body.
-    - If the application ends without a complete response, the streams of batchers
-      (`Batcher.stream`) that the request began are closed. A stream that another running task was
-      the last to read stays open.
+    - If the application ends without a complete response, the `Batcher.stream`s that the request
+      began are closed. A stream whose last reader is another running task stays open.
     - If a cancelled application has sent nothing, outer middleware sees a response with status 499.
 
     The middleware is pure ASGI; lifespan and websocket scopes pass through. A request that ends
@@ -62,7 +59,8 @@ class DisconnectMiddleware:
     Args:
         app: The application.
         delay: Seconds until the middleware begins to listen for the disconnect. Under load most
-            requests wait for a few batches; a task for each of them would cost more than it saves.
+            requests end within a few batches; a task for each request would cost more than it
+            saves.
 
     Raises:
         TypeError: `delay` is not a number.
@@ -125,8 +123,8 @@ async def cancel_on_disconnect() -> None:
 class _ClientState(Enum):
     """What is known of the client of a request."""
 
-    # CONNECTED --client disconnects--> LEFT --application told or cancelled--> KNOWN
-    #     |  '--application receives the disconnect itself---------------------^
+    # CONNECTED --client disconnects--> LEFT --application receives it, or is cancelled--> KNOWN
+    #     |  '--application receives the disconnect---------------------------------------^
     #     '--response complete, or application ended: also from LEFT--> OVER
     CONNECTED, LEFT, KNOWN, OVER = range(4)
 
@@ -134,18 +132,19 @@ class _ClientState(Enum):
 class _HttpRequest:
     """One request: cancels the application when the client has left."""
 
-    def __init__(self, receive: "_Inbox", send: Send) -> None:
-        self._inbox = receive
+    def __init__(self, inbox: "_Inbox", send: Send) -> None:
+        self._inbox = inbox
         self._server_send = send
         self._state = _ClientState.CONNECTED
         self._response_started = False
-        self._waits: dict[Request | None, bool] = {}  # for what; whether the main task waits
-        self._polls = False  # whether the application asks for the disconnect by itself
+        # The requests to batchers that wait; None: any wait. True: the main task waits.
+        self._waits: dict[Request | None, bool] = {}
+        self._polls = False  # whether the application asks for the disconnect
         self._main_task: TaskRef | None = None  # runs the application
         self._work = anyio.CancelScope()  # the application runs in both scopes
         self._shield = anyio.CancelScope()
         self._listener: Tasks | None = None
-        # Weak: a stream that the application drops is closed when it is collected.
+        # Weak: a stream that the application drops closes when the stream is collected.
         self._streams: weakref.WeakSet[OutputStream[Any]] = weakref.WeakSet()
 
     async def serve(self, app: ASGIApp, scope: Scope) -> None:
@@ -160,16 +159,16 @@ class _HttpRequest:
                 self._listener.cancel()
             if self._state is not _ClientState.OVER:
                 self._state = _ClientState.OVER
-                # A response that is cut off while it sends leaves its generator suspended, often
-                # in a reference cycle. The generator's stream would hold up a batch until then.
+                # The generator of a response that was cut off stays suspended until it is
+                # collected. Until then its stream would hold up a batch.
                 for stream in tuple(self._streams):
                     stream.owner_ended()
-            # ValueError: another context. The garbage collector closed an abandoned coroutine.
+            # ValueError: the garbage collector closes this coroutine in another context.
             with suppress(ValueError):
                 request_owner.reset(token)
         if self._work.cancelled_caught and not self._response_started:
-            # Outer middleware may wait for a response: BaseHTTPMiddleware fails without one.
-            with suppress(OSError):  # some servers raise it when the client has disconnected
+            # Outer middleware may need a response: `BaseHTTPMiddleware` fails without one.
+            with suppress(OSError):  # some servers raise OSError after the disconnect
                 await self._server_send(
                     {"type": "http.response.start", "status": _CLIENT_CLOSED_REQUEST, "headers": []}
                 )
@@ -178,7 +177,7 @@ class _HttpRequest:
     # What the application waits for. Any thread may call this.
 
     def waits_for(self, request: Request | None) -> None:
-        """Note a request to a batcher, or with None anything that the main task awaits."""
+        """Note that a request to a batcher waits; None: whatever the main task awaits counts."""
         self._waits[request] = request is None or current_task() == self._main_task
         self._cancel_soon()
 
@@ -211,18 +210,18 @@ class _HttpRequest:
     def _cancel(self) -> None:
         """Cancel the application if that is due; on the loop's thread, outside any task."""
         waits = self._waits.copy().values()
-        # An application that polls ends its other tasks itself.
+        # If the application polls, only a wait of its main task counts: it ends its other tasks.
         if self._state is not _ClientState.LEFT or not (any(waits) if self._polls else waits):
             return
         task = self._main_task and self._main_task()
         before = task.cancelling() if isinstance(task, asyncio.Task) else 0
         self._work.cancel()
         if isinstance(task, asyncio.Task):
-            # A scope cancels every further `await` too, so the shield is lifted only here.
+            # The scope would cancel every further `await` too. A shield lets one cancellation in.
             self._shield.shield = False
             self._shield.shield = True
             if task.cancelling() == before:
-                # The task is about to go on, or shielded, for example by its wait for a thread.
+                # The task is about to go on, or is shielded, for example while it awaits a thread.
                 call_later(_RETRY, self._cancel)
                 return
         self._state = _ClientState.KNOWN
@@ -236,18 +235,18 @@ class _HttpRequest:
             return self._send_start(message)
         last = kind in _BODY_KINDS and not message.get("more_body", False)
         if last and self._state is not _ClientState.KNOWN:
-            # The client may still read, but nothing is left to compute.
+            # Nothing is left to compute, though the client may still read.
             self._state = _ClientState.OVER
         return self._server_send(message)
 
     async def _send_start(self, message: Message) -> None:
         await self._server_send(message)
-        # Not before: a cancelled application sends nothing, unless the server needs no `await`.
+        # Set after the `await`, which a cancelled application leaves without sending anything.
         self._response_started = True
 
     async def receive(self) -> Message:
         """The application's `receive`."""
-        # `is_disconnected` receives in a cancelled scope.
+        # `Request.is_disconnected` calls this in a cancelled scope.
         self._polls |= anyio.current_effective_deadline() == -math.inf
         message = await self._inbox.receive()
         if message["type"] == "http.disconnect" and self._state is not _ClientState.OVER:
@@ -256,17 +255,17 @@ class _HttpRequest:
 
 
 class _Inbox:
-    """The messages of the server for one request; it can receive them ahead."""
+    """The server's messages of one request; `listen` receives them before the application asks."""
 
     def __init__(self, scope: Scope, ask_server: Receive) -> None:
         self.receiving = 0  # calls of `receive` that run
         self._scope = scope
         self._ask_server = ask_server
         self._asking = False  # two concurrent calls of the server would both return for one message
-        self._body_wanted = False  # whether the application has asked for it
+        self._body_wanted = False  # whether the application has asked for the body
         self._unread: deque[Message] = deque()  # a part of the body, the disconnect, or both
-        self._error: Exception | None = None  # raised by the server when `listen` asked it
-        self._changed: anyio.Event | None = None  # set at the next change; None: nobody waits
+        self._error: Exception | None = None  # raised by the server when `listen` asked the server
+        self._changed: anyio.Event | None = None  # set at the next change; None: no task waits
 
     async def receive(self) -> Message:
         """Return the next message; the disconnect again and again."""
@@ -287,7 +286,7 @@ class _Inbox:
 
     async def listen(self) -> bool:
         """Receive ahead until the client disconnects; False: the server failed."""
-        # It goes on after the response is complete: the application may still receive.
+        # This goes on after the response is complete: the application may still receive.
         try:
             while not (self._unread and self._unread[-1]["type"] == "http.disconnect"):
                 await (self._ask() if self._may_ask() else self._change())
@@ -299,7 +298,7 @@ class _Inbox:
     def _may_ask(self) -> bool:
         if self._asking or (self._unread and self._unread[-1].get("more_body", False)):
             return False
-        # The first request for it makes the server send "100 Continue": the application's choice.
+        # The first call makes the server send "100 Continue", which the application must want.
         return self._body_wanted or all(name != b"expect" for name, _ in self._scope["headers"])
 
     async def _ask(self) -> None:
@@ -308,7 +307,7 @@ class _Inbox:
             self._unread.append(await self._ask_server())
         finally:
             self._asking = False
-            self._notify()  # tasks that wait go on after this one
+            self._notify()
 
     async def _change(self) -> None:
         if self._changed is None:

@@ -21,12 +21,12 @@ from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import Batcher, ReplicaPool
 from ._service import GRACE, OpenResources, Resource, Service, service_of
 
-_freezing: deque[None] = deque()  # an element per application that keeps objects frozen
+_freezing: deque[None] = deque()  # one element for each application that keeps objects frozen
 
 
 @contextmanager
 def _gc_frozen() -> Iterator[None]:
-    """Keep all present objects out of collections, until the last such block ends."""
+    """Keep all objects that exist now out of collections, until the last such block ends."""
     gc.collect()
     gc.freeze()
     _freezing.append(None)
@@ -50,7 +50,7 @@ def _gc_threshold(objects: int | None) -> Iterator[None]:
         yield
     finally:
         now, *others = gc.get_threshold()
-        if now == objects:  # the program has set no other one
+        if now == objects:  # the program has not changed it
             gc.set_threshold(before, *others)
 
 
@@ -58,10 +58,7 @@ _Handler = Callable[[int, FrameType | None], object]
 
 
 class _Termination:
-    """The shutdown of a service after SIGTERM. `lifespan` documents its steps.
-
-    Made on the thread of the service's event loop.
-    """
+    """The shutdown of a service after SIGTERM. `lifespan` documents its steps."""
 
     def __init__(
         self, service: Service, drain_delay: float, shutdown_timeout: float | None
@@ -69,8 +66,8 @@ class _Termination:
         self._service = service
         self._drain_delay = drain_delay
         self._shutdown_timeout = shutdown_timeout
-        # The handler may run between any two bytecodes of the loop's thread, so it must not use
-        # the loop. An awaiter may be woken at any moment and from any thread.
+        # The handler may run between any two bytecodes of the loop's thread, so the handler must
+        # not use the loop. It wakes an awaiter, which may be done at any moment.
         self._first = cast(Awaiter, awaiter_here())
         self._second = cast(Awaiter, awaiter_here())
         self._passes_on = False  # whether SIGTERM goes directly to the server's handler
@@ -80,7 +77,7 @@ class _Termination:
     def handling(self) -> Iterator[None]:
         """Handle SIGTERM before the server does, if this is the main thread."""
         handler = signal.getsignal(signal.SIGTERM)
-        # None: the handler was not installed from Python, so Python cannot call or restore it.
+        # None: the handler was set by C code, so Python can neither call nor restore it.
         if (
             threading.current_thread() is not threading.main_thread()
             or handler is None
@@ -93,7 +90,7 @@ class _Termination:
         try:
             yield
         finally:
-            # A handler installed on top of this one may still call it.
+            # A handler that was set later may still call `_handle`.
             self._passes_on = True
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, self._server_handler)
@@ -105,7 +102,7 @@ class _Termination:
         awaiter = self._second if self._service.draining else self._first
         self._service.draining = True
         awaiter.wake()
-        if awaiter.waker.finished:  # the loop was closed, so `watch` does not run any more
+        if awaiter.waker.finished:  # the loop was closed, so `watch` has ended
             self._call_server_handler(signum, frame)
 
     def _call_server_handler(self, signum: int, frame: FrameType | None) -> None:
@@ -116,7 +113,7 @@ class _Termination:
             self._server_handler(signum, frame)
 
     def time_left(self) -> float | None:
-        """Seconds that a resource may drain, from now."""
+        """How many seconds a resource may drain."""
         if self._service.deadline is None:
             return self._shutdown_timeout
         return max(0.0, self._service.deadline - anyio.current_time())
@@ -142,9 +139,9 @@ class _Termination:
         async with anyio.create_task_group() as tasks:
             for resource in self._service.resources:
                 tasks.start_soon(_drop, resource)
-            # Time for the responses to be sent. The resources are not awaited: a kernel may hang.
+            # The responses are sent meanwhile. The resources are not awaited: a kernel may hang.
             await anyio.sleep(GRACE)
-            # uvicorn is shutting down already. SIGINT makes it leave at once.
+            # uvicorn is shutting down already. SIGINT makes it exit at once.
             signal.raise_signal(signal.SIGINT)
             await anyio.sleep(GRACE)
             # The server still waits for a connection or for a lifespan.
@@ -181,7 +178,7 @@ def lifespan(
 
     An application may start again, in any event loop: its resources are opened again. Several
     lifespans may run on one application, for example those of `FastAPI` and of an `APIRouter`, each
-    with its own resources. The first to start handles SIGTERM for all; its `drain_delay` counts.
+    with its own resources. The first to start handles SIGTERM for all, with its `drain_delay`.
 
     A server closes its socket as soon as SIGTERM arrives. This lifespan delays that:
 
@@ -192,7 +189,7 @@ def lifespan(
        it has.
     3. If step 2 takes more than `shutdown_timeout` seconds, resources are closed without drain, and
        waiting requests get 503. One second later SIGINT is raised, which makes uvicorn exit. One
-       second after that SIGTERM ends the process.
+       second after that, SIGTERM ends the process.
 
     The server's handler is what `signal.getsignal` returns at startup, for example uvicorn's.
     Hypercorn and granian handle signals in the event loop or in another process, and are not
@@ -205,14 +202,14 @@ def lifespan(
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
         gc_freeze: Whether to collect garbage after the warm-up, and then to exclude all objects
-            from later collections (`gc.freeze`). Without it a full collection looks at the very
-            many objects of torch, and stalls the loop. The last application of the process that
-            shuts down ends this (`gc.unfreeze`).
-        gc_threshold: Collect garbage only after this many new container objects
-            (`gc.set_threshold`), while the application serves. A larger threshold and 0, which
-            means never, stay. Python's default is reached several times per batch, so a value of
-            10,000 saves the event loop time. Large tensors in reference cycles then live longer.
-            Applications that overlap in one process should set the same. None: unchanged.
+            from later collections (`gc.freeze`). Else a full collection looks at the many objects
+            of torch, and stalls the loop. When the last application of the process shuts down,
+            `gc.unfreeze` is called.
+        gc_threshold: Collect garbage only after this many new container objects, while the
+            application serves (`gc.set_threshold`). A larger threshold stays, and so does 0 (never
+            collect). Python's default is reached several times per batch, so 10,000 saves the event
+            loop time. Large tensors in reference cycles then live longer. Applications that overlap
+            in one process should set the same. None: unchanged.
         drain_delay: Seconds that your load balancer needs to see that `/readyz` fails and to react.
         shutdown_timeout: Seconds that the shutdown, or the drain of one resource, may take. None:
             no limit.
@@ -252,7 +249,7 @@ def lifespan(
         watching = Tasks(CallerState())
         if first:
             service.draining, service.deadline = False, None
-            # It runs until all resources are closed: it keeps to `shutdown_timeout`.
+            # Until all resources are closed: `watch` enforces `shutdown_timeout`.
             watching.spawn(termination.watch)
         try:
             async with opened.closing as stack:
@@ -280,14 +277,13 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
     """Open more resources while an application serves; its lifespan drains them at the end.
 
     The resources are opened in the order that `lifespan` documents, and closed before all resources
-    that were opened earlier. The health routes include each resource that is open. Call this on the
-    event loop of the application, for example in an endpoint. The next start of the application
-    opens only the resources of `lifespan`.
+    that were opened earlier. The health routes include them. Call this on the event loop of the
+    application, for example in an endpoint. The next start of the application opens only the
+    resources of `lifespan`.
 
     Args:
         app: A Starlette or FastAPI application.
-        resources: As for `lifespan`. For their metrics call `PrometheusMetrics.add`. To close them
-            earlier, call `remove_resources`.
+        resources: As for `lifespan`. For their metrics call `PrometheusMetrics.add`.
 
     Raises:
         TypeError: `app` or a resource has a wrong type.
@@ -321,13 +317,13 @@ async def remove_resources(app: Starlette, *resources: Resource) -> None:
     A batcher is closed before its pool, and a pool before its executor. Resources of `lifespan` may
     be removed too; the next start of the application opens them again.
 
-    You may also `aclose()` a resource of `add_resources` yourself: the health routes forget it if
-    its attribute `closed` is true, as that of a `Batcher`, `ReplicaPool` or executor. After
-    `aclose()` of a resource of `lifespan`, the application is not ready until that is removed.
+    You may also `aclose()` a resource yourself. If it came by `add_resources` and its attribute
+    `closed` is true (that of a `Batcher`, `ReplicaPool` or executor), the health routes forget it.
+    If it came by `lifespan`, the application is not ready until the resource is removed.
 
     Args:
         app: A Starlette or FastAPI application.
-        resources: The resources. If the application does not have one, it is only closed. For their
+        resources: The resources. One that the application does not have is only closed. For their
             metrics call `PrometheusMetrics.remove`.
 
     Raises:
@@ -356,7 +352,7 @@ async def remove_resources(app: Starlette, *resources: Resource) -> None:
 
 def _check_resources(resources: tuple[Resource, ...]) -> None:
     for index, resource in enumerate(resources):
-        # The class of a resource has these names too.
+        # A class of resources has these names too.
         if isinstance(resource, type) or not isinstance(resource, Resource):
             raise TypeError(
                 f"resource {index} must be a Resource, not {described(resource)}: it needs "

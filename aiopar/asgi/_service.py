@@ -10,8 +10,7 @@ from starlette.applications import Starlette
 
 from ..errors import ServiceClosed
 
-GRACE = 1.0
-"""Seconds for each step of a shutdown that has no time left to drain."""
+GRACE = 1.0  # seconds for each step of a shutdown that has no time left to drain
 
 
 @runtime_checkable
@@ -44,24 +43,16 @@ class Resource(Protocol):
 
 
 class OpenResources:
-    """The resources of one lifespan, from its startup to the end of its shutdown.
-
-    Attributes:
-        given: The resources of `lifespan`; some may not be open yet, or not any more.
-        opened: The open resources among `given`, in the order of their opening.
-        added: The open resources of `add_resources`.
-        closing: Closes `opened` and `added` at the end.
-        serving: Whether the startup is complete and the shutdown has not begun.
-        has_served: Whether the startup was completed.
-    """
+    """The resources of one lifespan, from its startup to the end of its shutdown."""
 
     def __init__(self, given: Iterable[Resource], time_left: Callable[[], float | None]) -> None:
-        self.given = list(given)
-        self.opened: list[Resource] = []
-        self.added: list[Resource] = []
-        self.closing = AsyncExitStack()
+        self.given = list(given)  # those of `lifespan`; some may not be open yet, or not any more
+        self.opened: list[Resource] = []  # the open ones of them, in the order of their opening
+        self.added: list[Resource] = []  # the open resources of `add_resources`
+        self.closing = AsyncExitStack()  # closes `opened` and `added` at the end
         self.closing.push_async_exit(partial(self.close, self.opened))
-        self.serving = self.has_served = False
+        self.has_served = False  # whether the startup was completed
+        self.serving = False  # the same, until the shutdown begins
         self._time_left = time_left
 
     def started(self) -> None:
@@ -106,21 +97,15 @@ class OpenResources:
 
 
 class Service:
-    """The state of one application.
-
-    Attributes:
-        installed: Whether `install` was called.
-        lifespans: The lifespans of aiopar that run, in the order of their startup.
-        draining: Whether SIGTERM has come. Requests are still answered.
-        stuck_after: The argument of `install`.
-        deadline: When the shutdown after SIGTERM must be over, by `anyio.current_time`. None: the
-            shutdown has not begun, or has no limit.
-    """
+    """The state of one application."""
 
     def __init__(self) -> None:
-        self.installed = self.draining = False
-        self.lifespans: list[OpenResources] = []
+        self.installed = False  # whether `install` was called
         self.stuck_after = math.inf
+        self.lifespans: list[OpenResources] = []  # those that run, in the order of their startup
+        self.draining = False  # whether SIGTERM has come; requests are still answered
+        # When the shutdown must be over, by `anyio.current_time`; None: it has not begun, or has no
+        # limit.
         self.deadline: float | None = None
 
     def unready_reason(self) -> str | None:

@@ -87,13 +87,18 @@ class Replica:
 
 
 _current: ContextVar[Replica | None] = ContextVar("aiopar_replica", default=None)
-_refusal = ""
+_host = ""
 
 
-def refuse_meetings(reason: str) -> None:
-    """Let `current_replica` raise `NotImplementedError` in this process, for this reason."""
-    global _refusal  # noqa: PLW0603  # a setting of the process
-    _refusal = reason
+def become_host(kind: str) -> None:
+    """Note that this process is a host of this kind: its calls have no replicas that can meet."""
+    global _host  # noqa: PLW0603  # a setting of the process
+    _host = kind
+
+
+def on_host() -> bool:
+    """Whether this process runs the calls of another process."""
+    return bool(_host)
 
 
 def current_replica() -> Replica:
@@ -112,8 +117,8 @@ def current_replica() -> Replica:
         [(0, 3), (1, 3)]
     """
     replica = _current.get()
-    if replica is None and _refusal:
-        raise NotImplementedError(f"replicas cannot meet in {_refusal}: use a DeviceExecutor")
+    if replica is None and _host:
+        raise NotImplementedError(f"replicas cannot meet in {_host}: use a DeviceExecutor")
     if replica is None:
         raise RuntimeError("current_replica() was called outside of a parallel call")
     return replica

@@ -15,14 +15,13 @@ import torch
 from ray.actor import ActorHandle
 from ray.cloudpickle import CloudPickler
 
+from ..executor._gang import become_host
 from ..executor._worker import HostInfo
 from ..remote._channel import Pickled
-from ..remote._host import answer, become_host
+from ..remote._host import answer
 from ..remote._wire import Encoder, decode, forget, keep
 
 T = TypeVar("T")
-
-# Messages: a pickle, and beside it the memory of tensors and arrays, which Ray does not copy.
 
 
 class RayEncoder(Encoder, CloudPickler):
@@ -45,7 +44,7 @@ def _itself(obj: T) -> T:
 
 
 Message: TypeAlias = tuple[bytes, list[Any]]
-"""A pickle; and beside it memory, as arrays of bytes, and Ray's references."""
+"""A pickle. Beside it Ray's references, and memory as arrays of bytes, which Ray does not copy."""
 
 
 def to_message(pickled: Pickled) -> Message:
@@ -70,13 +69,9 @@ def from_message(message: Message) -> Any:
 class HostActor:
     """Runs the calls of its drivers, one at a time.
 
-    A driver is an `ActorLink`, by its id. Methods of the group "health" run beside calls.
-
-    Args:
-        device: The device of the calls.
-        seed: For its random numbers.
-        lease: After so many seconds without a ping a driver is forgotten; without drivers the actor
-            ends. None: it ends with its only driver.
+    A driver is an `ActorLink`, by its id. Methods of the group "health" run beside calls. A driver
+    that has not pinged for `lease` seconds is forgotten. Without drivers the actor ends. If `lease`
+    is None, the only driver ends the actor.
     """
 
     def __init__(self, device: torch.device, seed: int, lease: float | None) -> None:
@@ -86,18 +81,15 @@ class HostActor:
         self._lock = threading.Lock()
         self._began = time.monotonic()
         self._ends = False
-        self._pings: dict[str, float] = {}
-        """When each driver has last pinged."""
+        self._pings: dict[str, float] = {}  # when each driver has last pinged
         self._running: tuple[str, int] | None = None
-        self._unwanted: set[tuple[str, int]] = set()
-        """Calls that must not begin."""
-        self._users: dict[str, set[str]] = {}
-        """For each kept value the drivers that use it."""
+        self._unwanted: set[tuple[str, int]] = set()  # calls that must not begin
+        self._users: dict[str, set[str]] = {}  # for each kept value the drivers that use it
         if lease is not None:
             threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
 
     def call(self, user: tuple[str, int], message: Message) -> Message | None:
-        """Run a task of a driver, under its number; None: the driver ended the call before."""
+        """Run a task; `user` is its driver and its number. None: the driver has ended the call."""
         with self._lock:
             if user in self._unwanted:
                 self._unwanted.remove(user)
@@ -111,16 +103,16 @@ class HostActor:
 
     @ray.method(concurrency_group="health")
     def end_call(self, user: tuple[str, int]) -> None:
-        """End a call. If the call runs, this actor ends with it."""
+        """Drop a call that has not begun. If the call runs, this actor ends."""
         with self._lock:
             if user == self._running:
                 os._exit(1)
-            self._unwanted.add(user)  # the call has not begun
+            self._unwanted.add(user)
 
     def keep(
         self, driver: str, gone: Sequence[str], key: str, replica: bool, message: Message
     ) -> None:
-        """Keep a value for a driver, and drop the values `gone`; both by their keys."""
+        """Keep a value for a driver, under `key`, and drop the values with the keys `gone`."""
         self._drop(driver, gone)
         with self._lock:
             users = self._users.setdefault(key, set())
@@ -129,19 +121,16 @@ class HostActor:
         if first:
             keep(key, partial(from_message, message), self._device if replica else None)
             with self._lock:
-                if key not in self._users:  # dropped meanwhile
+                if key not in self._users:  # the driver has gone meanwhile
                     forget([key])
 
     @ray.method(concurrency_group="health")
     def join(self, driver: str, name: str) -> tuple[str, HostInfo] | None:
-        """Add a driver, which calls this `name`; returns the id of the node, and where this runs.
+        """Add a driver, for which the worker is `name`; returns the id of the node, and the host.
 
-        None: this ends.
-
-        Raises:
-            Exception: It does not have its device.
+        None: This actor ends. An error says that the actor does not have its device.
         """
-        # Not in `__init__`: a Ray actor that fails there may abort.
+        # Not in `__init__`: an actor that fails there may abort its process.
         torch.empty(0, device=self._device)
         with self._lock:
             if self._ends:
@@ -152,7 +141,7 @@ class HostActor:
 
     @ray.method(concurrency_group="health")
     def ping(self, driver: str, gone: Sequence[str]) -> bool:
-        """Whether the driver is known. Its values `gone` are dropped."""
+        """Note that a driver is alive, and drop its values `gone`; False: it was forgotten."""
         with self._lock:
             if driver not in self._pings:
                 return False
@@ -162,10 +151,10 @@ class HostActor:
 
     @ray.method(concurrency_group="health")
     def leave(self, driver: str) -> bool:
-        """Forget a driver; returns whether it was the last, which must end this actor then."""
-        return self._forget_driver(driver)
+        """Forget a driver; returns whether it was the last one, which must end this actor."""
+        return self._forget(driver)
 
-    def _forget_driver(self, driver: str) -> bool:
+    def _forget(self, driver: str) -> bool:
         with self._lock:
             self._pings.pop(driver, None)
             self._ends = not self._pings
@@ -189,7 +178,7 @@ class HostActor:
             with self._lock:
                 silent = [driver for driver, last in self._pings.items() if now - last > lease]
             for driver in silent:
-                self._forget_driver(driver)
+                self._forget(driver)
             if self._ends or (now - self._began > lease and not self._pings):
                 os._exit(0)
 

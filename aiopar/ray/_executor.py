@@ -47,35 +47,35 @@ class RayExecutor(HostExecutor):
     program must be installed on every node, in the same versions.
 
     An actor is lost if it ends, or if it answers no ping for about 3 seconds: its machine has
-    stopped, or its code holds the GIL. It is replaced, where Ray finds room. Its calls raise
-    `WorkerLost`, or are tried elsewhere by a `ReplicaPool` and its `Batcher`. Calls wait while Ray
-    has no room for an actor. An executor that is closed waits 20 seconds for Ray, and for actors;
-    then the calls that need them raise `WorkerLost`.
+    stopped, or its code holds the GIL. A lost actor is replaced where Ray finds room. Its calls
+    raise `WorkerLost`, or are tried elsewhere by a `ReplicaPool` and its `Batcher`. Calls wait
+    while Ray has no room for an actor. An executor that is closed waits 20 seconds for Ray, and for
+    actors; then the calls that need them raise `WorkerLost`.
 
-    If Ray is not initialised, the executor does it, on a thread of its own, and shuts Ray down when
-    the last such executor of this process is closed. The program's handlers of signals stay as they
-    are. A program that calls `ray.shutdown` itself must close its executors before: Ray ends a
-    process in which another thread uses it meanwhile.
+    If Ray is not initialised, the executor initialises it on a thread of its own, and shuts it down
+    when the last such executor of this process is closed. The program's handlers of signals stay.
+    A program that calls `ray.shutdown` itself must close its executors before: Ray ends a process
+    in which another thread uses Ray meanwhile.
 
     For HTTP on many nodes with autoscaling there is Ray Serve; for training, Ray Train.
 
     Args:
         num_actors: The number of actors. With `in_flight=2`, the executor has two workers for each.
-        num_gpus: GPUs per actor. If it is above 0, the actor computes on its `cuda:0`, else on the
-            CPU. This process needs no GPU.
+        num_gpus: GPUs per actor. If above 0, the actor computes on its `cuda:0`, else on the CPU.
+            This process needs no GPU.
         num_cpus: CPUs per actor; the operators of an actor use so many threads.
-        in_flight: How many calls may be on their way to an actor at once. It runs one at a time;
-            the next one travels meanwhile.
+        in_flight: How many calls may be on their way to an actor at once. The actor runs one call
+            at a time; the next one travels meanwhile.
         address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
             cluster that this machine is part of, or else as `"local"`: a Ray of its own.
         ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
             `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
         name: Share the actors with the executors of other processes that have this name: the
-            workers of a web server, other machines of the cluster. The first executor makes them.
-            They end when the last executor is closed, or 10 seconds after its process has died.
-        max_pending: As for `DeviceExecutor`.
+            workers of a web server, other machines of the cluster. The first executor makes the
+            actors. They end when the last executor is closed, or 10 seconds after its process has
+            died.
         num_threads: How many threads an operator may use in an actor. None: `num_cpus`.
-        thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the actors.
+        max_pending, thread_name_prefix: As for `DeviceExecutor`; the threads wait for the actors.
         kill_after: As for `ProcessExecutor`; the actor is killed and replaced. A call that has not
             begun in the actor is dropped.
 
@@ -195,7 +195,7 @@ class _RaySlot(HostSlot):
 
     def __init__(self, worker: HostWorker, *, actors: "_Actors", **options: Any) -> None:
         super().__init__(worker, start=actors.start, pack=_pack, kind="ray", **options)
-        self._actors = actors
+        self.actors = actors
         self._warm_up: Literal["queued", "running"] | None = None
         actors.enter()
 
@@ -222,7 +222,7 @@ class _RaySlot(HostSlot):
                 self._warm_up = None
 
     def _running_host(self) -> Host:
-        if isinstance(self.host, _RayHost) and self.host.is_lost:  # while it ran no call
+        if isinstance(self.host, _RayHost) and self.host.link.is_lost:  # while it ran no call
             self._end(self.host)
         call = current_call()
         if self.host is None and self._warm_up == "queued" and call is not None and call.internal:
@@ -248,42 +248,32 @@ class _RaySlot(HostSlot):
         try:
             super().close()
         finally:
-            self._actors.leave()
+            self.actors.leave()
 
 
-_numbers = itertools.count()
-"""Of calls. Each number is used once in this process."""
+_numbers = itertools.count()  # of calls
 
 
 class _RayHost:
     """A worker's connection to an actor. See `Host`."""
 
-    def __init__(
-        self, link: ActorLink, slot: _RaySlot, actors: "_Actors", ready: Future[None]
-    ) -> None:
-        self._link = link
+    def __init__(self, link: ActorLink, slot: _RaySlot, ready: Future[None]) -> None:
+        self.link = link
         self._slot = slot
-        self._actors = actors
         self._ready = ready
-        self._call = -1
-        """The number of the latest call."""
+        self._call = -1  # the number of the latest call
 
     @property
     def info(self) -> HostInfo | None:
-        return self._link.info
-
-    @property
-    def is_lost(self) -> bool:
-        """Whether the next call would raise `WorkerLost`."""
-        return self._link.is_lost
+        return self.link.info
 
     def open(self) -> None:
-        self._link.open(self._ready, self._slot.give_up)
+        self.link.open(self._ready, self._slot.give_up)
 
     def call(self, task: Task) -> tuple[bool, Any]:
-        link = self._link
+        link = self.link
         try:
-            task = task._replace(threads=self._actors.threads)
+            task = task._replace(threads=self._slot.actors.threads)
             pickled, kept = encode(
                 tuple(task), RayEncoder, fn=task.fn, args=task.args, kwargs=task.kwargs
             )
@@ -298,17 +288,17 @@ class _RayHost:
         return outcome(partial(from_message, reply), link.name)
 
     def kill_call(self) -> None:
-        # The actor decides: it may run another call, and another program's.
-        self._link.end_call(self._call)
+        # The actor decides: it may run another call, also that of another program.
+        self.link.end_call(self._call)
 
     def close(self) -> None:
-        self._actors.release(self._link, self._slot)
+        self._slot.actors.release(self.link, self._slot)
 
     def kill(self) -> None:
-        # If the worker is stopped, other processes go on with the actor. Else the actor has lost
-        # its device, or a second Ctrl-C ends its call.
+        # If only the worker is stopped, other processes go on with the actor. Else the actor has
+        # lost its device, or a second Ctrl-C ends its call.
         stopped = self._slot.closing
-        self._link.lose("was stopped" if stopped else "was killed", dead=not stopped)
+        self.link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
 
 class _Actors:
@@ -327,7 +317,7 @@ class _Actors:
         self._name = name
         self._lock = threading.Lock()
         self._workers = 0
-        self._links: dict[int, ActorLink] = {}
+        self.links: dict[int, ActorLink] = {}
         self._session: Session | None = None
 
     def enter(self) -> None:
@@ -339,28 +329,26 @@ class _Actors:
         """Note the end of a worker; after the last one Ray may be shut down."""
         with self._lock:
             self._workers -= 1
-            session = None
-            if not self._workers:
-                session, self._session = self._session, None
+            session = None if self._workers else self._session
         if session is not None:
             leave_session(session)
 
     def start(self, slot: _RaySlot) -> _RayHost:
-        """Connect a worker to its actor, or to a new actor if the last one was lost."""
+        """Connect a slot to its actor, or to a new actor if the last one was lost."""
         with self._lock:
             session = self._session
             if session is None or session.failed:
                 session = self._session = enter_session(self._address)
-            link = self._links.get(slot.number)
+            link = self.links.get(slot.number)
             if link is None or link.is_lost:
                 make, shared = partial(self._make, slot), self._name is not None
                 link = ActorLink(
                     slot.worker.label, self._options, make, session.suspect, shared=shared
                 )
-                self._links[slot.number] = link
+                self.links[slot.number] = link
                 session.watch(link)
             link.workers.append(slot.host_lost)
-        return _RayHost(link, slot, self, session.ready)
+        return _RayHost(link, slot, session.ready)
 
     def _make(self, slot: _RaySlot) -> Any:
         options = dict(self._options)
@@ -375,12 +363,12 @@ class _Actors:
         return actor_class().options(**options).remote(slot.worker.device, slot.seed, lease)
 
     def release(self, link: ActorLink, slot: _RaySlot) -> None:
-        """Close a connection; the last one closes the link."""
+        """Close the connection of a slot; the last slot closes the link."""
         with self._lock:
             link.workers.remove(slot.host_lost)
             last = not link.workers
-            if last and self._links.get(slot.number) is link:
-                del self._links[slot.number]
+            if last and self.links.get(slot.number) is link:
+                del self.links[slot.number]
         # A lost actor must not hold the resources that the new one needs.
         if last or link.is_lost:
             link.close()
@@ -398,7 +386,7 @@ def _pack(value: Any) -> tuple[str, Any]:
         digest.update(view.data if isinstance(view, np.ndarray) else repr(view).encode())
     content = digest.hexdigest()
     # Other processes give an equal value the same key, so shared actors keep it once. If this
-    # process keeps a value again, the key is another one: calls may have changed the first copy.
+    # process keeps a value again, it gets another key: calls may have changed the first copy.
     with _generations_lock:
         generation = _generations[content]
         _generations[content] += 1

@@ -20,12 +20,9 @@ from ..remote._host import lost
 from ..remote._wire import Holding, Kept
 from ._actor import Message
 
-_GIVES_UP_AFTER = 20.0
-"""An executor that is closed waits for so many seconds for Ray, and for an actor to start."""
-LEASE = 10.0
-"""Seconds after which a shared actor forgets an executor that does not ping it."""
-_GRACE = 2.0
-"""How many seconds an actor that runs no call has to end."""
+_GIVES_UP_AFTER = 20.0  # seconds that a closed executor waits for Ray, and for an actor to start
+LEASE = 10.0  # seconds after which a shared actor forgets an executor that does not ping
+_GRACE = 2.0  # seconds that an actor has to end when it runs no call
 
 
 class ActorLink:
@@ -34,9 +31,9 @@ class ActorLink:
     Args:
         name: The label of its workers.
         options: The options of the actor, as the program has given them.
-        make: Makes the actor. If other processes share it, this finds theirs.
-        shared: Whether other processes may share the actor.
+        make: Makes the actor, or finds the one that another process has made.
         suspect: Called with the node of the actor if the actor is lost.
+        shared: Whether other processes may share the actor.
     """
 
     # State     _started  info  _loss
@@ -58,8 +55,7 @@ class ActorLink:
         self.name = name
         self.options = options
         self.info: HostInfo | None = None
-        self.node: str | None = None
-        """The id of its node; None until it has started."""
+        self.node: str | None = None  # its id; None until the actor has started
         self.workers: list[Callable[[], object]] = []
         """A function of each worker that uses the actor; called when the actor is lost."""
         self._id = uuid.uuid4().hex
@@ -69,14 +65,13 @@ class ActorLink:
         self._started: tuple[Any, Future[Any]] | None = None
         """The actor, and its answer to `join`."""
         self._holding = Holding()
+        # Held, perhaps long, while the actor is asked for, gets a value to keep, or is ended.
         self._turn = threading.Lock()
-        """Held, perhaps long, while the actor is asked for, gets a value to keep, or is ended."""
-        self._lock = ReentrantLock()
-        """For `_loss` and `_waits`."""
+        self._lock = ReentrantLock()  # for `_loss` and `_waits`
         self._loss: tuple[str, bool] | None = None
         """How the actor was lost; and whether it must end, although other processes share it."""
         self._waits: set[SimpleQueue[Future[Any] | None]] = set()
-        """One for each thread that waits for the actor; None means that the actor is lost."""
+        """For each thread that waits for the actor the queue of its answer; None: it is lost."""
 
     @property
     def is_lost(self) -> bool:
@@ -86,9 +81,8 @@ class ActorLink:
     def lose(self, how: str, *, dead: bool = True) -> None:
         """Have all calls raise `WorkerLost`; from any thread, never blocks.
 
-        Args:
-            how: What has happened to the actor.
-            dead: Whether the actor must end, although other processes share it.
+        `how` says how the actor was lost. If it is `dead`, it must end, although other processes
+        share it.
         """
         with self._lock:
             if self._loss is not None:
@@ -113,15 +107,9 @@ class ActorLink:
         may_have_run: bool = False,
         give_up: Callable[[], bool] | None = None,
     ) -> Any:
-        """The result of the future that `start` returns.
+        """The result of the future that `start` returns; `WorkerLost` if the actor is lost.
 
-        Args:
-            start: Asks Ray for something, and returns its future.
-            may_have_run: See `WorkerLost`.
-            give_up: Called again and again after `_GIVES_UP_AFTER`; True ends the wait.
-
-        Raises:
-            WorkerLost: The actor was lost before, or is lost meanwhile.
+        After `_GIVES_UP_AFTER` seconds `give_up` is called again and again; True ends the wait.
         """
         done: SimpleQueue[Future[Any] | None] = SimpleQueue()
         with self._lock:
@@ -148,11 +136,7 @@ class ActorLink:
             del start  # an error's traceback holds this frame
 
     def _ask(self, method: str, *args: Any, may_have_run: bool = False) -> Any:
-        """The result of a method of the actor.
-
-        Raises:
-            WorkerLost: The actor is lost.
-        """
+        """The result of a method of the actor; `WorkerLost` if the actor is lost."""
         start = partial(self._start, method, *args)
         try:
             return self._wait(start, may_have_run=may_have_run)
@@ -172,7 +156,7 @@ class ActorLink:
     # The start.
 
     def _begin(self) -> Future[Any]:
-        """Ask for the actor, once; returns a future of where it runs."""
+        """Ask Ray for the actor, once; returns the future of its answer to `join`."""
         with self._turn:
             if self._started is None:
                 actor = self._make()
@@ -180,15 +164,11 @@ class ActorLink:
             return self._started[1]
 
     def open(self, ready: Future[None], give_up: Callable[[], bool]) -> None:
-        """Wait until the actor takes calls.
-
-        Args:
-            ready: Done when Ray is initialised.
-            give_up: See `_wait`.
+        """Wait until Ray is `ready` and the actor takes calls; `give_up` is as for `_wait`.
 
         Raises:
-            RuntimeError: It cannot start.
-            WorkerLost: It has ended, or was stopped.
+            RuntimeError: The actor cannot start.
+            WorkerLost: The actor has ended, or was stopped.
         """
         self._wait(lambda: ready, give_up=give_up)
         if not ray.is_initialized():
@@ -208,8 +188,8 @@ class ActorLink:
                 self.lose("has ended")
                 raise self._error(may_have_run=False)
             else:
-                # The actor has ended: its node has, or the last driver has left it. In a moment
-                # the name is free for a new actor.
+                # The shared actor is ending, because its last driver has left. In a moment its name
+                # is free for a new actor.
                 time.sleep(0.05)
                 with self._turn:
                     self._started = None
@@ -217,11 +197,7 @@ class ActorLink:
     # Calls and kept values.
 
     def call(self, number: int, message: Message) -> Message:
-        """The answer of the actor to a task.
-
-        Raises:
-            WorkerLost: The actor is lost, or has dropped the call.
-        """
+        """The actor's answer to a task; `WorkerLost` if it is lost, or has dropped the call."""
         try:
             user = self._id, number
             reply: Message | None = self._ask("call", user, message, may_have_run=True)
@@ -246,7 +222,7 @@ class ActorLink:
                 self._holding.add(kept)
 
     def ping(self) -> Future[bool]:
-        """Ask the actor whether it knows this process."""
+        """Ask the actor whether it knows this driver."""
         return self._start("ping", self._id, self._holding.take_gone())
 
     # The end.
@@ -259,7 +235,7 @@ class ActorLink:
             if started is None:
                 return
             ends = not self._shared or (self._loss is not None and self._loss[1])
-            with suppress(RayError, TimeoutError):  # it has ended, or its lease will end it
+            with suppress(RayError, TimeoutError):  # it has ended, or it will forget this driver
                 if not ends:
                     ends = self._start("leave", self._id).result(_GRACE)
                 if ends and ray.is_initialized():

@@ -16,41 +16,35 @@ from .._base.tracebacks import logger
 from ._link import ActorLink, reason
 
 NAMESPACE = "aiopar"
-_PERIOD = 0.8
-"""Seconds between two pings of an actor."""
-_MISSES = 3
-"""An actor that has not answered a ping for so many periods is lost."""
-_PATIENCE = 25
-"""After so many periods a warning says that an actor has not started yet."""
+_PERIOD = 0.8  # seconds between two pings of an actor
+_MISSES = 3  # an actor that has not answered a ping for so many periods is lost
+_PATIENCE = 25  # after so many periods a warning says that an actor has not started yet
 
 
 @dataclass
 class _Pulse:
     """Whether an actor answers."""
 
-    ping: Future[bool] | None = None
-    """The latest ping."""
-    misses: int = 0
-    """For how many periods the actor has not started, or not answered."""
+    ping: Future[bool] | None = None  # the latest one
+    misses: int = 0  # the periods since the actor should have started, or answered
 
 
 class Session(threading.Thread):
     """Ray in this process, while executors use it: starts it, watches actors, shuts it down.
 
-    It is one thread, because the kernel ends the processes of a local Ray when the thread that has
-    started them ends.
+    All this is done on one thread: the kernel ends the processes of a local Ray when the thread
+    that has started them ends.
     """
 
     def __init__(self, address: str | None) -> None:
         super().__init__(name="aiopar-ray", daemon=True)
         self.ready: Future[None] = Future()
-        self.users = 0
-        """How many executors use Ray; guarded by `_current_lock`."""
+        self.users = 0  # how many executors use Ray; guarded by `_current_lock`
         self._address = address
         self._stopping = threading.Event()
         self._links: dict[ActorLink, _Pulse] = {}
         self._down: dict[str, int] = {}
-        """The nodes that have lost an actor, and for how many more periods they are suspect."""
+        """The nodes that have lost an actor; and for how many more periods each is suspect."""
         self._lock = threading.Lock()
 
     def run(self) -> None:
@@ -83,7 +77,7 @@ class Session(threading.Thread):
         return self.ready.done() and self.ready.exception() is not None
 
     def stop(self) -> None:
-        """End when Ray is shut down; blocks, unless Ray is still being started."""
+        """Have this thread shut Ray down; waits for that, unless Ray is still being started."""
         self._stopping.set()
         if self.ready.done():  # else the cluster may never answer
             self.join()
@@ -96,7 +90,7 @@ class Session(threading.Thread):
     def suspect(self, node: str) -> None:
         """Note that an actor on a node was lost."""
         with self._lock:
-            # Two periods: an actor may have answered a moment ago, so only its next ping tells.
+            # Two periods: another actor of the node may have answered just before the node failed.
             self._down[node] = 2
 
     def _check_all(self) -> None:
@@ -105,8 +99,8 @@ class Session(threading.Thread):
             links = [*self._links.items()]
             down = [*self._down]
             self._down = {node: count - 1 for node, count in self._down.items() if count > 1}
-        # If a node ends, Ray notices its actors one after the other. So an actor has less time to
-        # answer if another one of its node was lost.
+        # If a node ends, Ray notices the loss of its actors one after the other. So an actor has
+        # less time to answer if another actor of its node was lost.
         for link, pulse in links:
             _check(link, pulse, 1 if link.node in down else _MISSES)
 
@@ -164,7 +158,7 @@ def leave_session(session: Session) -> None:
 def _sigterm_kept() -> Iterator[None]:
     """Have the program's handler of SIGTERM in place after `ray.init`.
 
-    Ray's core puts its own in front of it, below Python, which aborts the process 3 seconds later.
+    Ray's core sets a handler of its own, below Python. It aborts the process 3 seconds later.
     """
     handler, action = signal.getsignal(signal.SIGTERM), _signal_action(signal.SIGTERM)
     try:

@@ -23,32 +23,26 @@ from .._base.forking import Registry
 from .._base.tracebacks import add_note_once
 
 Buffer: TypeAlias = Tensor | memoryview
-"""Memory beside a pickle: of a tensor that is dense, on the CPU; of a NumPy array, ..."""
+"""Memory beside a pickle: that of a dense tensor on the CPU, or of a NumPy array."""
 Pickled: TypeAlias = tuple[memoryview, list[Buffer]]
 
 _HEADER = struct.Struct("<QI")  # the lengths of the pickle and of the table of buffers
 _ENTRY = struct.Struct("<QQ")  # of the table: the offset of a block in the arena, and its size
-_SMALL = 64 << 10
-"""Messages up to so many bytes are received at once."""
-_CHUNK = 1 << 20
-"""So many bytes are copied with the GIL held."""
+_SMALL = 64 << 10  # messages up to so many bytes are received at once
+_CHUNK = 1 << 20  # so many bytes are copied while the GIL is held
 
-_ALIGNMENT = 64
-"""Of a block's data, in bytes: a vector of the widest CPU. A block begins with such a header."""
+_ALIGNMENT = 64  # bytes of the vectors of the widest CPU; the header of a block is as long
 _LIVE = 1
-_FEW = 32
-"""So many blocks are looked through at each call."""
-_KEPT_WARM = 64 << 20
-"""Bytes of freed blocks whose pages are not given back: fresh pages are slow."""
-_STEP = 1 << 20
-"""So many bytes are given back together."""
+_FEW = 32  # so many blocks are looked through at each call
+_KEPT_WARM = 64 << 20  # so many free bytes keep their pages: fresh pages are slow
+_STEP = 1 << 20  # so many bytes are given back together
 
 
 def shared_file(size: int) -> int:
-    """The descriptor of a file in memory without a name: it leaves nothing behind, ever.
+    """The descriptor of a file in memory. Its pages take no memory until they are written.
 
-    Pages that are never written take no memory. `/dev/shm`, which is small in containers, is not
-    used.
+    The file has no name, so it never outlives its users. It does not use `/dev/shm`, which is small
+    in containers.
     """
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("aiopar")
@@ -68,9 +62,9 @@ _MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def arena_size() -> int:
-    """How large arenas may be: pages that are never written take no memory, but addresses."""
+    """How many bytes an arena has. Pages that are never written take addresses only."""
     size = 1 << min(_MEMORY.bit_length(), 38)
-    # An arena gets only a part of the addresses: each of many workers has two arenas.
+    # An arena gets a part of the addresses, because each of many workers has two arenas.
     for limit, part in ((resource.RLIMIT_AS, 64), (resource.RLIMIT_FSIZE, 1)):
         allowed, _ = resource.getrlimit(limit)
         if allowed != resource.RLIM_INFINITY:
@@ -81,9 +75,9 @@ def arena_size() -> int:
 class Arena:
     """Blocks of shared memory: one process allocates and writes them, the other reads them.
 
-    The reader gets a block as a `memoryview` and may write to the block. When the last object that
-    uses the view is gone, the block is free. The reader says so by one byte in the block's header,
-    so that a destructor needs neither a lock nor a message.
+    The reader gets a block as a `memoryview`, and may write to it. When the last object that uses
+    the view is gone, the reader clears one byte in the header of the block: the block is free. So a
+    destructor needs neither a lock nor a message.
 
     Args:
         descriptor: A `shared_file`.
@@ -97,13 +91,13 @@ class Arena:
             raise
         self._view = memoryview(self._map)
         self._blocks: list[tuple[int, int]] = []
-        """(start, end) of each block that the writer has not found free yet, in order."""
+        """(start, end) of each block that the writer has not found free, in order."""
         self._owners: dict[int, weakref.ref[Any]] = {}
-        """The objects that keep the blocks of the reader, by the offset of the block."""
+        """The objects that keep the reader's blocks, by the offset of the block."""
         self._sweep_at = 0
-        """The number of blocks at which the next sweep pays."""
+        """With so many blocks the next sweep pays."""
         self._written: set[int] = set()
-        """The steps of the map that were written since they were last given back."""
+        """The steps of the map that have pages."""
         _arenas.add(self)
 
     # The writer's side.
@@ -116,8 +110,8 @@ class Arena:
         """
         length = _ALIGNMENT + -(-size // _ALIGNMENT) * _ALIGNMENT
         start = self._blocks[-1][1] if self._blocks else 0
-        # Usually few blocks live, and the first gap has warm pages. A reader that keeps all blocks
-        # must not make each call slower than the last.
+        # Usually few blocks live, and the first gap has warm pages. If a reader keeps all blocks,
+        # the sweeps become rare, so that calls do not become slower and slower.
         if len(self._blocks) <= _FEW or len(self._blocks) >= self._sweep_at:
             self._sweep()
             self._sweep_at = 2 * len(self._blocks)
@@ -144,7 +138,7 @@ class Arena:
         if len(self._written) <= kept or not hasattr(mmap, "MADV_REMOVE"):
             return
         if len(self._written) - sum(end - start for start, end in self._blocks) // _STEP <= kept:
-            return  # most of it lives
+            return  # most written steps are in use
         free = self._written.difference(*map(_steps, self._blocks))
         for step in sorted(free)[kept:]:  # the first gaps are used first
             start = step * _STEP
@@ -170,21 +164,21 @@ class Arena:
 
     def read(self, offset: int, size: int) -> memoryview:
         """The memory of a block; the block is free when no object uses the result any more."""
-        # Every view of the owner keeps the owner. (A view of a `memoryview` keeps the memory only.)
-        # ctypes caches the type of an array by length; powers of two are few.
+        # Every view of a ctypes array keeps the array. (A view of a `memoryview` does not keep the
+        # `memoryview`.) ctypes caches a type for each length, so lengths are powers of two.
         length = min(1 << size.bit_length(), len(self._view) - offset)
         owner = (ctypes.c_char * length).from_buffer(self._map, offset)
         owners, memory, header = self._owners, self._view, offset - _ALIGNMENT
 
         def free(_: object) -> None:
             del owners[offset]
-            memory[header] = 0  # last: from here on the writer may use the block again
+            memory[header] = 0  # last: from now on the writer may use the block again
 
         owners[offset] = weakref.ref(owner, free)
         return memoryview(owner).cast("B")[:size]
 
     def forget_owners(self) -> None:
-        """In a forked child: the parent still uses the blocks of the views that the child drops."""
+        """In a forked child: when the child drops a view, the parent still uses the block."""
         self._owners.clear()
 
 
@@ -198,11 +192,11 @@ _arenas: Registry[Arena] = Registry(Arena.forget_owners)
 def copy_buffer(buffer: Buffer, to: memoryview) -> None:
     """Write a buffer into memory of its size."""
     if isinstance(buffer, Tensor):
-        # Without the GIL. `Tensor.copy_` would use threads, which the processes need.
+        # It copies without the GIL. `Tensor.copy_` would use threads of the other processes.
         address = ctypes.addressof(ctypes.c_char.from_buffer(to))
         ctypes.memmove(address, buffer.data_ptr(), buffer.nbytes)
         return
-    for start in range(0, len(to), _CHUNK):  # between chunks other threads may have the GIL
+    for start in range(0, len(to), _CHUNK):  # other threads may get the GIL between two chunks
         to[start : start + _CHUNK] = buffer[start : start + _CHUNK]
 
 
@@ -213,10 +207,7 @@ class Disconnected(Exception):
 class Channel:
     """One end of the connection of two processes, which send in turns. Not thread-safe.
 
-    Args:
-        connection: A connected stream socket.
-        writes: The arena that this end writes.
-        reads: The arena that the other end writes.
+    This end writes the arena `writes`, and the other end writes `reads`.
     """
 
     def __init__(self, connection: socket.socket, writes: Arena, reads: Arena) -> None:
@@ -255,11 +246,7 @@ class Channel:
         return [_ENTRY.pack(*entry) for entry in placed]
 
     def receive(self) -> tuple[memoryview, list[memoryview]]:
-        """Receive an encoded object, for `decode`. The first part is valid until the next call.
-
-        Raises:
-            Disconnected: The other end is closed.
-        """
+        """Receive an encoded object, for `decode`. The first part is valid until the next call."""
         memory = self._small
         done = self._read(memory, 0, _HEADER.size)
         length, entries = _HEADER.unpack_from(memory)
@@ -287,11 +274,11 @@ class Channel:
             done += count
         return done
 
-    # What precedes a file in a stream must not be read together with the file, which would be lost.
-    # So the receiver says when it waits for a file.
+    # A file is lost if it is read together with the bytes before it. So the receiver says when it
+    # waits for a file.
 
     def send_file(self, descriptor: int) -> None:
-        """Send an open file to the other end, when that end is in `receive_file`."""
+        """Send an open file to the other end, once that end waits in `receive_file`."""
         try:
             if not self.connection.recv(1):
                 raise Disconnected
@@ -317,5 +304,5 @@ def message_with_files(connection: socket.socket) -> tuple[bytes, list[int]]:
     """Receive one byte (none at the end) and the files that came with it."""
     message, descriptors, _, _ = socket.recv_fds(connection, 1, 10)
     for descriptor in descriptors:
-        os.set_inheritable(descriptor, False)  # programs that a task starts must not keep it open
+        os.set_inheritable(descriptor, False)  # a program that a task starts must not keep it
     return message, descriptors

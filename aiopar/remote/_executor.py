@@ -18,12 +18,13 @@ from .._base.tracebacks import in_words, logger
 from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._call import AwaitedCall, Call, FutureCall
 from ..executor._executor import DeviceExecutor, await_call
+from ..executor._gang import on_host
 from ..executor._pool import Dispatcher, WorkerPool
 from ..executor._worker import Worker, WorkerStats, current_call
 from ..executor._worker_thread import ThreadWorker
 from ..futures._semaphore import Semaphore
 from ..futures._waiting import cancel_scope
-from ._host import Host, Task, check_no_gradients, on_host, portable_state
+from ._host import Host, Task, check_no_gradients, portable_state
 from ._wire import Kept
 
 T = TypeVar("T")
@@ -32,11 +33,8 @@ T = TypeVar("T")
 class HostWorker(ThreadWorker):
     """A worker whose thread sends each call to a host, and waits for the result.
 
-    The host is started at once, in the background.
-
-    Args:
-        args, kwargs: As for `WorkerFactory`.
-        slot: Makes the slot of its host.
+    `slot` makes the slot of its host, which is started at once, in the background. The other
+    arguments are those of `WorkerFactory`.
     """
 
     shares_memory = False
@@ -45,7 +43,7 @@ class HostWorker(ThreadWorker):
         self.slot = slot(self)
         super().__init__(*args, **kwargs)
         # A host may import the program, and so make the program's executor once more. That executor
-        # must not start hosts in turn, unless it is called.
+        # must not start hosts in turn, unless a task calls it.
         if not on_host():
             self.slot.warm_up()
 
@@ -126,9 +124,9 @@ class HostSlot:
     """
 
     # State     host  _killed
-    # cold      None  False    the next call, or the warm-up that is queued, starts a host
+    # cold      None  False    the next call, or the queued warm-up, starts a host
     # starting  new   False    `Host.open` waits
-    # running   open  False    until the host is lost, or loses its device: cold again
+    # running   open  False    if the host or its device is lost: cold again
     # killed    any   True     calls raise `WorkerLost`; no other host is started
 
     def __init__(
@@ -150,8 +148,8 @@ class HostSlot:
         """How many calls of the worker only started the host."""
         self._start_host = start
         self._kill_after = kill_after
-        # Held while the host is started, used or ended: while a call of the worker waits for other
-        # calls, a second thread of the worker may run calls.
+        # Held while the host is started, used or ended. The worker may have two threads that run
+        # calls: the first waits for other calls.
         self._lock = threading.Lock()
         self._killed = False
 
@@ -197,7 +195,7 @@ class HostSlot:
         if self.host is None:
             host = self.host = self._start_host(self)
             try:
-                if self._killed:  # meanwhile, and `kill` has found no host
+                if self._killed:  # since the check above; `kill` has found no host
                     host.kill()
                 host.open()
             except BaseException:
@@ -247,7 +245,7 @@ class HostSlot:
 
     def kill(self) -> None:
         """Kill the host if a call runs there; without replacement if the executor is closing."""
-        # Before `host` is read: else a host that starts meanwhile would live on.
+        # Set before `host` is read: else a host that starts meanwhile would live on.
         self._killed = self._killed or self.closing
         host = self.host  # read once: the worker's thread may be replacing it
         if host is not None and self._lock.locked():  # else it is idle
@@ -268,8 +266,8 @@ def _bounded(host: Host, call: Call[Any], seconds: float, label: str) -> Iterato
     ended = threading.Event()
 
     def start_clock() -> None:
-        # The garbage collector may be here, because it closes the caller's coroutine. So nothing
-        # may take locks, as `Thread.start` does.
+        # The garbage collector may call this when it closes the caller's coroutine. So this must
+        # take no locks. (`Thread.start` does.)
         start_new_thread(kill_late, ())
 
     def kill_late() -> None:
@@ -298,7 +296,7 @@ class HostExecutor(DeviceExecutor):
 
     Args:
         devices: One worker for each.
-        slot: Makes the slot of a worker, with the arguments of `HostSlot`.
+        slot: Makes the slot of a worker.
         worker: The class of the workers.
         per_host, kill_after: As for `HostSlot`.
         options: `max_pending`, `num_threads`, `thread_name_prefix`, as for `DeviceExecutor`.
@@ -356,8 +354,6 @@ class HostExecutor(DeviceExecutor):
 
     async def _let_go(self, workers: Sequence[Worker]) -> None:
         """Remove workers: their replicas leave their pools, then they run their queued calls."""
-        if not workers:
-            return
         pool = self._dispatcher.pool
         pool.remove(workers)
         with cancel_scope(shield=True):
@@ -388,7 +384,7 @@ class HostExecutor(DeviceExecutor):
 
         timer = threading.Timer(timeout or 0, kill)
         timer.daemon = True
-        pool.close(cancel_queued=not drain)  # first: what is killed stays so
+        pool.close(cancel_queued=not drain)  # first: then no killed host is replaced
         if timeout is not None:
             timer.start()
         try:

@@ -1,8 +1,8 @@
 """`ForkServer`: a process that has imported torch, whose forks become worker processes at once.
 
-Not `multiprocessing.forkserver`: SIGTERM, a failed fork, and an import that raises anything but
-ImportError end that server. It does not set `sys.path` before its imports. And a program that
-starts a process waits for the imports of that server, and cannot give up.
+It replaces `multiprocessing.forkserver`. That server ends by SIGTERM, by a failed fork, and by an
+import that raises anything but ImportError. It does not set `sys.path` before its imports. The
+start of a process waits for the imports of that server, and cannot give up.
 """
 
 import errno
@@ -28,8 +28,8 @@ from ._channel import message_with_files
 
 _PROGRAM = """\
 import signal
-# A terminal sends Ctrl-C to all its processes, and systemd SIGTERM to all of a service. Handlers,
-# because programs that an import starts would inherit SIG_IGN.
+# Ctrl-C in a terminal reaches all its processes, and systemd sends SIGTERM to all processes of a
+# service. Not SIG_IGN: programs that an import starts would inherit it.
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: None)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
@@ -39,9 +39,8 @@ from aiopar.remote import _fork_server, _process
 _process.work(*_fork_server.serve({modules!r}))
 """
 
-
 HANDLED = (signal.SIGINT, signal.SIGTERM)
-"""The signals that neither the server nor its forks end by."""
+"""The signals that end neither the server nor its forks."""
 
 
 class ForkServer:
@@ -56,10 +55,8 @@ class ForkServer:
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = [*modules]
         self._lock = ReentrantLock()
-        self._connection: socket.socket | None = None
-        """For requests."""
-        self._lifeline: socket.socket | None = None
-        """The server ends when this is closed."""
+        self._connection: socket.socket | None = None  # for requests
+        self._lifeline: socket.socket | None = None  # the server ends when this is closed
         self._pid = 0
         _servers.add(self)
 
@@ -75,7 +72,7 @@ class ForkServer:
         Raises:
             OSError: No process can be started.
         """
-        # What a process registers with the tracker (shared memory) must outlive the process.
+        # A process registers shared memory with the tracker, which must outlive the process.
         tracker = resource_tracker.getfd()
         assert tracker is not None  # noqa: S101  # `getfd` starts the tracker
         files = [*files, tracker]
@@ -86,11 +83,11 @@ class ForkServer:
                     return
                 except OSError:  # the server has ended
                     self._end()
-            self._connection = self._start()
+            self._connection, requests = own_socketpair()
+            self._start(requests)
             socket.send_fds(self._connection, [b"!"], files)
 
-    def _start(self) -> socket.socket:
-        connection, requests = own_socketpair()
+    def _start(self, requests: socket.socket) -> None:
         self._lifeline, lifeline = own_socketpair()
         executable = os.fsdecode(get_executable())
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as `spawn`
@@ -108,7 +105,6 @@ class ForkServer:
                 file_actions=inherited,
                 setsigmask=HANDLED,  # until it has handlers
             )
-        return connection
 
     def _end(self) -> None:
         for one in (self._lifeline, self._connection):
@@ -117,7 +113,7 @@ class ForkServer:
                 one.close()
         self._lifeline = self._connection = None
         if self._pid:
-            with suppress(ChildProcessError):  # other code has awaited it
+            with suppress(ChildProcessError):  # other code has waited for it
                 os.waitpid(self._pid, 0)
             self._pid = 0
 
@@ -137,15 +133,10 @@ def shut_down(connection: socket.socket) -> None:
 
 
 def read_exit_code(ended: socket.socket, timeout: float) -> int | OSError | None:
-    """The exit code of a process, negative if a signal has ended it.
+    """The exit code of a process, negative if a signal has ended it; or why the fork failed.
 
-    Args:
-        ended: The other end of the last file of `ForkServer.fork`.
-        timeout: How many seconds to wait.
-
-    Returns:
-        OSError: The server could not fork. None: The process has not ended in time, or the server
-        has ended.
+    None: The process has not ended within `timeout` seconds, or the server has ended. `ended` is
+    the other end of the last file of `ForkServer.fork`.
     """
     ended.settimeout(timeout)
     try:
@@ -168,7 +159,7 @@ def end_with(lifeline: int) -> None:
         threading.Thread(target=_wait_for_end, args=(lifeline,), daemon=True).start()
         return
     # The kernel sends the signal when the other end is closed, however its process ends.
-    # (PR_SET_PDEATHSIG would tell of the server, or of a thread.)
+    # (PR_SET_PDEATHSIG would report the end of the server, or of a thread.)
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, set_signal, signal.SIGKILL)
     flags = fcntl.fcntl(lifeline, fcntl.F_GETFL)
@@ -185,8 +176,7 @@ def _wait_for_end(lifeline: int) -> None:
 def serve(modules: Sequence[str]) -> list[int]:
     """Import modules, then fork for each request; ends with the parent.
 
-    Returns:
-        In each fork: the files of `ForkServer.fork`, but for the last one.
+    It returns in each fork: the files of `ForkServer.fork` without the last one.
     """
     requests = socket.socket(fileno=_REQUESTS)
     lifeline = os.dup(_LIFELINE)
@@ -199,8 +189,7 @@ def serve(modules: Sequence[str]) -> list[int]:
         os.set_blocking(file, False)
     signal.set_wakeup_fd(woken)
     default = signal.signal(signal.SIGCHLD, lambda *_: None)
-    codes: dict[int, int] = {}
-    """For each fork the file that gets its exit code."""
+    codes: dict[int, int] = {}  # for each fork the file that gets its exit code
     while True:
         ready, _, _ = select.select([requests.fileno(), ended], [], [])
         if ended in ready:
@@ -234,7 +223,7 @@ def _close(*files: int) -> None:
 
 
 def _fork(code: int) -> int | None:
-    """As `os.fork`; None: it has failed, and the file `code` has the error."""
+    """As `os.fork`; None: it has failed, and the error is in the file `code`."""
     try:
         return os.fork()
     except OSError as error:  # there is too little memory, or there are too many processes
@@ -244,7 +233,8 @@ def _fork(code: int) -> int | None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    # If an import runs operators, they must start no threads: those of forks would wait for them.
+    # An import that runs operators must start no threads: they would be missing in the forks, whose
+    # operators would wait for them.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for module in modules:

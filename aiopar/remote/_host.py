@@ -20,7 +20,6 @@ from .._base.thread_state import (
 )
 from .._base.tracebacks import add_note_once, drop_frames, in_words
 from ..errors import WorkerLost
-from ..executor._gang import refuse_meetings
 from ..executor._worker import HostInfo
 from ._channel import Pickled, copy_buffer
 from ._wire import Encoder, Kept, decode
@@ -32,10 +31,8 @@ class Task(NamedTuple):
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    state: PortableState | None = None
-    """The state of the caller; None: that of a new thread."""
-    threads: int = 0
-    """How many threads an operator may use; 0: as many as in the last task."""
+    state: PortableState | None = None  # of the caller; None: that of a new thread
+    threads: int = 0  # how many an operator may use; 0: as many as in the last task
 
 
 class Host(Protocol):
@@ -46,17 +43,10 @@ class Host(Protocol):
         """Where it runs; None while it starts."""
 
     def open(self) -> None:
-        """Wait until the host takes calls; called once.
-
-        Raises:
-            Exception: The host could not be started.
-        """
+        """Wait until the host takes calls, or raise why it could not be started; called once."""
 
     def call(self, task: Task) -> tuple[bool, Any]:
-        """Run a task; blocks.
-
-        Returns:
-            Whether it has succeeded, and its result or error.
+        """Run a task; blocks. Returns whether it has succeeded, and its result or error.
 
         Raises:
             WorkerLost: The host has ended, or does not answer any more.
@@ -67,22 +57,22 @@ class Host(Protocol):
         """End the host, which runs no call; blocks until it has ended. May be called once."""
 
     def kill_call(self) -> None:
-        """End the host if it runs the latest call. If that call has not begun, drop the call."""
+        """End the host if it runs the latest call; drop that call if it has not begun."""
 
     def kill(self) -> None:
         """End the host at once: its call raises `WorkerLost`. From any thread; never blocks."""
 
 
 def encode(obj: Any, make: Callable[[], Encoder], **parts: Any) -> tuple[Pickled, list[Kept[Any]]]:
-    """An object as it goes to another process, and the values that a host must have before it.
+    """An object as it goes to another process, and the kept values that the host must have first.
 
-    An error has a note which of `parts`, and what in it, cannot be pickled.
+    An error has a note that names the one of `parts`, and the object in it, that cannot be pickled.
     """
     encoder = make()
     try:
         return encoder.encode(obj), encoder.kept
     except BaseException as error:
-        # If a kept value cannot be pickled, its error has the note.
+        # The error of a kept value has such a note already.
         if not any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
             for name, part in parts.items():
                 if not _can(make().encode, part):
@@ -126,13 +116,13 @@ def _can(step: Callable[..., object], *args: Any) -> bool:
     """Whether a step does not raise."""
     try:
         step(*args)
-    except BaseException:  # noqa: BLE001  # any error of an object's own class
+    except BaseException:  # noqa: BLE001  # raised by the class of an object
         return False
     return True
 
 
 def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
-    """What `Host.call` returns, from the `answer` of the host `name`, which `load` decodes."""
+    """What `Host.call` returns; `load` decodes the `answer` of the host `name`."""
     try:
         succeeded, result = load()
     except Exception as error:
@@ -146,14 +136,14 @@ def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
 
 
 def lost(name: str, info: HostInfo | None, how: str, *, may_have_run: bool) -> WorkerLost:
-    """The error of a call whose host `name` is lost; `how` says what has happened to the host."""
+    """The error of a call whose host `name` is lost; `how` says how it was lost."""
     where = "" if info is None else f" (pid {info.pid} on {info.node})"
     run = "its call may have run" if may_have_run else "its call has not run"
     return WorkerLost(f"worker {name}{where} {how}; {run}", may_have_run=may_have_run)
 
 
 def portable_state(state: CallerState) -> PortableState | None:
-    """The state of a caller for another process, which has no function modes and no hooks."""
+    """The state of a caller, for another process: without function modes and hooks."""
     torch_state = state.torch_state
     if torch_state is None:
         return None
@@ -186,20 +176,6 @@ def check_no_gradients(fn: Callable[..., Any], state: CallerState) -> None:
 
 # On the host.
 
-_on_host = False
-
-
-def become_host(what: str) -> None:
-    """Prepare this process for tasks; `what` is its kind, for messages."""
-    global _on_host  # noqa: PLW0603
-    _on_host = True
-    refuse_meetings(what)
-
-
-def on_host() -> bool:
-    """Whether this process is a host."""
-    return _on_host
-
 
 def _run(task: Task) -> Any:
     """Run a task on the thread that runs all tasks of this host."""
@@ -207,7 +183,7 @@ def _run(task: Task) -> Any:
         if task.threads and task.threads != torch.get_num_threads():
             set_operator_threads(task.threads)
             torch.set_num_threads(task.threads)
-        # In a context of its own: the next task does not see the variables that this task sets.
+        # A context of its own: the next task must not see the variables that this task sets.
         context, result = contextvars.Context(), None
         if task.state is None:
             torch.set_autocast_cache_enabled(False)  # see `TorchState.autocast_cache`
@@ -229,18 +205,15 @@ def _run(task: Task) -> Any:
 def answer(load: Callable[[], Iterable[Any]], make: Callable[[], Encoder]) -> Pickled:
     """Run the task that `load` decodes; returns whether it succeeded, and its result or error."""
     try:
-        result = _run(_loaded(load))
+        try:
+            task = Task(*load())
+        except Exception as error:
+            add_note_once(error, "the call cannot be unpickled in its process")
+            raise
+        result = _run(task)
         return encode((True, result), make, result=result)[0]
     except BaseException as error:  # noqa: BLE001  # the caller gets it
         return failure(error, make)
-
-
-def _loaded(load: Callable[[], Iterable[Any]]) -> Task:
-    try:
-        return Task(*load())
-    except Exception as error:
-        add_note_once(error, "the call cannot be unpickled in its process")
-        raise
 
 
 class RemoteTraceback(Exception):  # as that of `concurrent.futures`
@@ -256,10 +229,10 @@ _LONGEST_CHAIN = 10
 def failure(error: BaseException, make: Callable[[], Encoder]) -> Pickled:
     """The answer with an error: its causes and its traceback follow the error in a list."""
     text = "".join(traceback.format_exception(error))
-    drop_frames(error)  # else an error that is raised again and again would collect frames
+    drop_frames(error)  # else an error object that is raised again would collect frames
     chain: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and len(chain) < _LONGEST_CHAIN:  # it may be a cycle
+    while cause is not None and len(chain) < _LONGEST_CHAIN:  # the causes may be a cycle
         chain.append(cause)
         cause = cause.__cause__
     errors = [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
@@ -303,7 +276,7 @@ def _rebuild(
 
 
 def _set(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute, also of an error whose class allows none, as a frozen dataclass."""
+    """Set an attribute, also of a class that forbids it, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)
 
 
@@ -311,22 +284,20 @@ def _survives(sent: BaseException, error: BaseException, make: Callable[[], Enco
     """Whether `sent` arrives as an error of the class of `error`, and with its text."""
     try:
         arrived = _round_trip(sent, make)
-        # An error that is made anew may have other arguments: `super().__init__(f"no {name}")`.
+        # Unpickling calls a class with the stored `args`, which its own `__init__` may change.
         return type(arrived) is type(error) and (
             sent is not error or in_words(arrived) == in_words(error)
         )
-    except BaseException:  # noqa: BLE001  # any error of the error's own class
+    except BaseException:  # noqa: BLE001  # raised by the class of the error
         return False
 
 
 def _round_trip(obj: Any, make: Callable[[], Encoder]) -> Any:
     """`obj` as it would arrive."""
     data, buffers = make().encode(obj)
-    arrived: list[Any] = []
-    for buffer in buffers:
+    arrived: list[Any] = [*buffers]
+    for index, buffer in enumerate(buffers):
         if isinstance(buffer, torch.Tensor | memoryview):
-            arrived.append(memoryview(bytearray(buffer.nbytes)))
-            copy_buffer(buffer, arrived[-1])
-        else:
-            arrived.append(buffer)
+            arrived[index] = memoryview(bytearray(buffer.nbytes))
+            copy_buffer(buffer, arrived[index])
     return decode(data, arrived)

@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -23,18 +24,17 @@ from .._base.arguments import as_list, check_bound
 from .._base.devices import Device, default_devices, is_accelerator, parse_devices
 from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
+from ..executor._gang import become_host
 from ..executor._worker import HostInfo
 from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
 from ._executor import HostExecutor, HostSlot
 from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
-from ._host import Task, answer, become_host, encode, failure, lost, outcome
-from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported, unique_key
+from ._host import Task, answer, encode, failure, lost, outcome
+from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported
 
-_GRACE = 2.0
-"""How many seconds a process that runs no call has to end."""
+_GRACE = 2.0  # seconds that a process has to end when it runs no call
 
-_servers: dict[tuple[str, ...], ForkServer] = {}
-"""By the modules that they have imported."""
+_servers: dict[tuple[str, ...], ForkServer] = {}  # by the modules that they import
 
 
 class ProcessExecutor(HostExecutor):
@@ -54,25 +54,23 @@ class ProcessExecutor(HostExecutor):
     crash, out of memory) is replaced: its call raises `WorkerLost`, or is tried elsewhere by a
     `ReplicaPool` and its `Batcher`. When this process ends, in whatever way, its worker processes
     end too. They ignore Ctrl-C and SIGTERM, so that this process can drain. A second Ctrl-C kills
-    those that run a call.
+    the worker processes that run a call.
 
     A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Lambdas,
-    functions in functions and those of a notebook go by value, by `cloudpickle`. It needs
-    `os.fork`, so it does not run on Windows. Free-threaded Python has no GIL: there threads do as
-    well.
+    functions in functions and functions of a notebook go by value, by `cloudpickle`. The executor
+    needs `os.fork`, so it does not run on Windows. Threads of free-threaded Python do as well.
 
     Args:
         devices: As for `DeviceExecutor`.
         preload: Names of modules that the processes need. They are imported once, in the process
-            whose forks all of them are; so importing them must start no threads. Later executors
-            with the same names use that process: they do not see that a module was edited.
-        max_pending: As for `DeviceExecutor`.
-        num_threads: As for `DeviceExecutor`.
+            from which all worker processes are forked, so the imports must start no threads. Later
+            executors with the same names use that process, and do not see that a module was edited.
+        max_pending, num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
         kill_after: A running call whose caller has left (cancelled, timed out) may go on for so
-            many seconds. Then its process is killed and replaced. What cancels a call that has not
-            started makes the caller of a running call leave; a batch is left when all its callers
-            have left. None: such a call may go on for ever.
+            many seconds. Then its process is killed and replaced. A caller leaves by whatever
+            would cancel a call that has not started. A batch is left when all its callers have
+            left. None: such a call may go on for ever.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -118,11 +116,8 @@ class ProcessExecutor(HostExecutor):
         )
 
 
-# The tensors of a kept value are in a file in memory, which each process maps.
-
-
 class _File:
-    """The file of a kept value; closed when the last reference is gone."""
+    """The memory of a kept value's tensors, which each process maps."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = shared_file(size)
@@ -138,27 +133,21 @@ def _pack(value: Any) -> tuple[str, Any]:
     for buffer in buffers:
         table.append((end, buffer.nbytes))
         end += -(-buffer.nbytes // 64) * 64
-    if not end:
-        return unique_key(), (bytes(data), table, 0, None)
-    file = _File(end)
-    with mmap.mmap(file.descriptor, end) as mapped, memoryview(mapped) as memory:
-        for buffer, (offset, size) in zip(buffers, table, strict=True):
-            with memory[offset : offset + size] as part:
-                copy_buffer(buffer, part)
-    return unique_key(), (bytes(data), table, end, file)
+    file = None
+    if end:
+        file = _File(end)
+        with mmap.mmap(file.descriptor, end) as mapped, memoryview(mapped) as memory:
+            for buffer, (offset, size) in zip(buffers, table, strict=True):
+                with memory[offset : offset + size] as part:
+                    copy_buffer(buffer, part)
+    return uuid.uuid4().hex, (bytes(data), table, end, file)
 
 
-# This process's side.
+# In the process of the callers.
 
 
 class ProcessHost:
-    """A worker process, as its worker sees it. See `Host`.
-
-    Args:
-        slot: The slot of its worker.
-        server: Starts the process.
-        preload: The modules to import first.
-    """
+    """A worker process, as its worker sees it. See `Host`."""
 
     def __init__(self, slot: HostSlot, *, server: ForkServer, preload: Sequence[str]) -> None:
         self.info: HostInfo | None = None
@@ -193,7 +182,10 @@ class ProcessHost:
             own = worker.device, self._slot.seed, _main(self._slot.number)
             pid = self._run(_prepare, *own, self._preload, {**os.environ})
         except Disconnected:
-            raise self._start_error() from None
+            how, is_lost = self._end()
+            if is_lost:
+                raise lost(worker.label, None, how, may_have_run=False) from None
+            raise RuntimeError(f"worker {worker.label} {how} while it started") from None
         except Exception as error:
             add_note_once(error, f"worker {worker.label} cannot start")
             raise
@@ -215,7 +207,7 @@ class ProcessHost:
             sent = True
             return self._reply()
         except Disconnected:
-            pass  # `WorkerLost` must not refer to an error whose frames hold the arguments
+            pass  # its frames hold the arguments, so `WorkerLost` must not refer to it
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
@@ -228,7 +220,7 @@ class ProcessHost:
         self._holding.add(kept)
 
     def _run(self, fn: Callable[..., Any], *args: Any, file: "_File | None" = None) -> Any:
-        """Call a function of aiopar in the process, which may wait for an open file."""
+        """Call a function of aiopar in the process; `file` is for a function that receives one."""
         pickled, _ = encode((fn, args, {}), Encoder)
         self._channel.send(pickled)
         if file is not None:
@@ -239,18 +231,10 @@ class ProcessHost:
         return result
 
     def _reply(self) -> tuple[bool, Any]:
-        """The outcome of the message that the process works on."""
-        message = self._channel.receive()
-        return outcome(partial(decode, *message), self._slot.worker.label)
-
-    def _start_error(self) -> Exception:
-        how, is_lost = self._end()
-        if is_lost:
-            return lost(self._slot.worker.label, None, how, may_have_run=False)
-        return RuntimeError(f"worker {self._slot.worker.label} {how} while it started")
+        return outcome(partial(decode, *self._channel.receive()), self._slot.worker.label)
 
     def _end(self) -> tuple[str, bool]:
-        """How the process has ended; and whether something outside ended it, as a signal does."""
+        """How the process has ended; and whether its end came from outside, as by a signal."""
         code = self._exit_code()
         if code is None:
             return "has closed its connection", True
@@ -270,24 +254,23 @@ class ProcessHost:
             each.close()
 
     def _exit_code(self) -> int | OSError | None:
-        # The server may be stuck in an import, and may not have forked yet.
+        # A process that is killed while it starts may not exist: the server may still import.
         may_not_exist = self._killed and self.info is None
         return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
-
-    def kill_call(self) -> None:
-        self.kill()
 
     def kill(self) -> None:
         self._killed = True
         shut_down(self._lifeline)
         shut_down(self._connection)
 
+    kill_call = kill
+
 
 def _main(number: int) -> dict[str, Any]:
-    """The main module, the path, ... of this program, for `multiprocessing.spawn.prepare`.
+    """What `multiprocessing.spawn.prepare` needs of this program: its main module, its path, ...
 
-    Not `multiprocessing.spawn.get_preparation_data`: it sets the start method of this program, and
-    the program could not set it later.
+    `multiprocessing.spawn.get_preparation_data` would set the start method of this program, which
+    could not set it later.
     """
     process = multiprocessing.process.current_process()
     main: dict[str, Any] = {
@@ -313,16 +296,13 @@ _channel: Channel
 
 
 def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
-    """Run the tasks that come through `connection`, until it is closed.
+    """Run the tasks that come through the socket `connection`, until it is closed.
 
-    Args:
-        connection: A socket.
-        lifeline: A socket; when its other end is closed, the process ends at once.
-        reads: The file of the arena that the parent writes.
-        writes: The file of the arena that this process writes.
+    When the other end of the socket `lifeline` is closed, the process ends at once. `reads` and
+    `writes` are the files of the arenas that the parent and this process write.
     """
     # The server has set handlers that do nothing. The processes that a task forks get the default
-    # handlers: a `multiprocessing.Pool` ends its processes by SIGTERM.
+    # handlers, because a `multiprocessing.Pool` ends its processes by SIGTERM.
     os.register_at_fork(
         before=_block_signals,
         after_in_parent=_unblock_signals,
@@ -345,12 +325,12 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
                     _channel.send(reply)
                 except MemoryError as error:
                     _channel.send(failure(error, Encoder))
-                del reply  # an idle process must keep neither arguments nor result
+                del reply  # an idle process must not keep the result
         code = 0
     except Exception:  # noqa: BLE001  # a bug of aiopar
         traceback.print_exc()
     finally:
-        # Not the end of the interpreter: threads that are inside operators would abort it.
+        # No finalization of the interpreter: threads inside operators would abort the process.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -383,7 +363,7 @@ def _prepare(
     if is_accelerator(device):
         torch.accelerator.set_device_index(device)
     torch.manual_seed(seed)
-    if "numpy" in sys.modules:  # else all processes would have the state of the fork server
+    if "numpy" in sys.modules:  # all processes have inherited one state from the fork server
         sys.modules["numpy"].random.seed()
     return os.getpid()
 
@@ -399,7 +379,7 @@ def _keep(
     memory = memoryview(bytearray())
     if size:
         file = _channel.receive_file()
-        # Private: what this process writes to stays its own; all else is shared by all processes.
+        # Private: a page that this process writes becomes its own. All processes share the others.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection))
         os.close(file)
@@ -407,7 +387,7 @@ def _keep(
     keep(key, partial(decode, data, buffers), replica_on)
 
 
-# Around a fork signals are blocked, until the child has its own handlers.
+# Around a fork, signals are blocked until the child has its own handlers.
 
 _masks = threading.local()
 

@@ -8,13 +8,11 @@ import sys
 import threading
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import Connection
 from types import FunctionType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,17 +21,15 @@ from ._channel import Buffer, Pickled
 
 T = TypeVar("T")
 
-_INLINE = 16 << 10
-"""Up to so many bytes of tensors and arrays are part of the pickle."""
+_INLINE = 16 << 10  # up to so many bytes of tensors and arrays are part of the pickle
+# Open files. Pickle would send the number of a `Connection`, cloudpickle the text of a file.
 _OPEN = (Connection, io.TextIOWrapper)
-"""Open files that pickle or cloudpickle would copy: as a bare number, as their text."""
 
-# By name: pickle would look for a dtype in every module of the process.
+# A dtype goes by its name here. Pickle would look for a dtype in every module of the process.
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _NAMES = {kind: name for name, kind in _DTYPES.items()}
 
-_ONE_NUMBER = bytearray(16)
-"""The memory of tensors that are empty: torch makes none on no memory."""
+_ONE_NUMBER = bytearray(16)  # the memory of empty tensors: torch makes no tensor on no memory
 
 
 class Encoder(pickle.Pickler):
@@ -42,8 +38,8 @@ class Encoder(pickle.Pickler):
     A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. A leaf
     keeps `requires_grad`. A tensor with a graph is refused, because the graph would be lost.
 
-    A function or class goes by its name. If the other process cannot import that name, it goes by
-    value, and `cloudpickle` pickles the object. A kept value goes as its key.
+    A function or class goes by its name. If the other process cannot import that name, the function
+    goes by value, and `cloudpickle` pickles the object. A kept value goes as its key.
 
     Raises:
         TypeError: The object has an open file, or something else that cannot be pickled.
@@ -54,8 +50,7 @@ class Encoder(pickle.Pickler):
         self._file = io.BytesIO()
         self._buffers = _Buffers()
         super().__init__(self._file, protocol=5, buffer_callback=self._buffers.add)
-        self.kept: list[Kept[Any]] = []
-        """The kept values that the object refers to: the host must have them first."""
+        self.kept: list[Kept[Any]] = []  # the host must have them before the object
 
     def encode(self, obj: Any) -> Pickled:
         """The pickle of `obj`, and the memory beside it."""
@@ -66,7 +61,7 @@ class Encoder(pickle.Pickler):
             except (pickle.PicklingError, AttributeError, TypeError):
                 if type(self) is not Encoder:
                     raise
-            # A second time, because `cloudpickle` is slow, and names are the rule.
+            # `cloudpickle` is slow, and most functions go by name. So it is only the second try.
             by_value = _by_value()()
             self.kept = by_value.kept
             return by_value.encode(obj)
@@ -89,7 +84,6 @@ class Encoder(pickle.Pickler):
         return NotImplemented
 
     def _reduce_named(self, obj: Any) -> Any:
-        """How a function or class is pickled."""
         if obj.__module__ == "__main__" and not main_can_be_imported():
             raise pickle.PicklingError("no other process can import the main module")
         return NotImplemented  # by its name
@@ -101,7 +95,8 @@ class Encoder(pickle.Pickler):
                 "tensor.detach(), or call under torch.no_grad() or torch.inference_mode()"
             )
         is_parameter = type(tensor) is torch.nn.Parameter
-        if not (is_parameter or type(tensor) is Tensor) or _is_special(tensor):
+        plain = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+        if not (is_parameter or type(tensor) is Tensor) or tensor.is_meta or not plain:
             return NotImplemented  # torch's own way
         dense = _dense(tensor)
         memory = self._buffers.hold(dense)
@@ -140,8 +135,7 @@ class _Buffers:
     """The buffers of one pickle. A callback of the `Encoder` itself would be a reference cycle."""
 
     def __init__(self) -> None:
-        self.beside: list[Buffer] = []
-        """The buffers that are not part of the pickle."""
+        self.beside: list[Buffer] = []  # those that are not part of the pickle
         self._inline = 0
         self._held: Any = None
 
@@ -153,19 +147,19 @@ class _Buffers:
         return True
 
     def hold(self, dense: Tensor) -> bytearray | pickle.PickleBuffer:
-        """What the pickler pickles next, for the memory of a tensor."""
+        """What the pickler pickles in place of the memory of a tensor."""
         size = dense.nbytes
         if self._fits(size):
             return bytearray(ctypes.string_at(dense.data_ptr(), size))
         return self.hold_object(dense)
 
     def hold_object(self, obj: object) -> pickle.PickleBuffer:
-        """What the pickler pickles next, for an object that goes beside the pickle as it is."""
+        """What the pickler pickles in place of an object that goes beside the pickle."""
         self._held = obj
-        return pickle.PickleBuffer(bytearray())  # stands for it
+        return pickle.PickleBuffer(bytearray())
 
     def add(self, buffer: pickle.PickleBuffer) -> bool:
-        """Called by the pickler for each buffer; True: it becomes part of the pickle."""
+        """Called by the pickler for each buffer; True: the buffer becomes part of the pickle."""
         memory, self._held = self._held, None
         if memory is None:
             memory = buffer.raw()
@@ -173,11 +167,6 @@ class _Buffers:
                 return True
         self.beside.append(memory)
         return False
-
-
-def _is_special(tensor: Tensor) -> bool:
-    plain_memory = tensor.layout is torch.strided and not tensor.is_meta
-    return not plain_memory or tensor.is_quantized or tensor.is_nested
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -218,11 +207,11 @@ def decode(data: memoryview | bytes, buffers: Sequence[memoryview]) -> Any:
     return pickle.loads(data, buffers=buffers)  # noqa: S301  # from a process that this one started
 
 
-# Kept values: what many calls use, and each host gets once: weights, functions.
+# Kept values: weights and functions that many calls use. Each host gets them once.
 
 
 class Kept(Generic[T]):
-    """Stands for a value in the arguments of calls; a host replaces it by its copy of the value.
+    """Stands for a value in the arguments of calls. A host uses its own copy of the value instead.
 
     The first call that uses the value packs it. Hosts do not see later changes. When this object is
     gone, the hosts forget their copies.
@@ -239,7 +228,7 @@ class Kept(Generic[T]):
         self._pack: Callable[[T], tuple[str, Any]] | None = pack
         self._value: T | None = value
         self._packed: tuple[str, Any] = ("", None)
-        self._lock = threading.RLock()  # the value's own code may use it
+        self._lock = threading.RLock()  # re-entrant: `pack` runs code of the value
 
     def pack(self) -> tuple[str, Any]:
         """The key, and the form in which the value goes to hosts."""
@@ -250,13 +239,13 @@ class Kept(Generic[T]):
             return self._packed
 
     def again(self) -> "Kept[T]":
-        """Stands for another copy of the packed value: hosts load it anew."""
+        """Make an object that stands for another copy: hosts load the packed value anew."""
         _, form = self.pack()
-        again: Kept[T] = Kept(None, self.replica, lambda _: (unique_key(), form))  # type: ignore[arg-type]  # packed already
+        again: Kept[T] = Kept(None, self.replica, lambda _: (uuid.uuid4().hex, form))  # type: ignore[arg-type]  # packed already
         return again
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Make this callable for checks, as the value is; only copies on hosts are called."""
+        """Pass checks that the value is callable; only copies on hosts are called."""
         raise TypeError("a kept value can be called on its hosts only")
 
     @property
@@ -265,34 +254,25 @@ class Kept(Generic[T]):
         return self.pack()[0]
 
 
-def unique_key() -> str:
-    """A key that no other value has, on any machine."""
-    return uuid.uuid4().hex
-
-
 class Holding:
-    """Which kept values a host has, as the process of the callers knows it."""
+    """The kept values that a host has, as the process of the callers knows it."""
 
     def __init__(self) -> None:
         self._kept: dict[str, weakref.ref[Kept[Any]]] = {}
-        self._gone: deque[str] = deque()
 
     def __contains__(self, kept: Kept[Any]) -> bool:
         return kept.key in self._kept
 
     def add(self, kept: Kept[Any]) -> None:
         """Note that the host has a value now."""
-        key, gone = kept.key, self._gone
-        self._kept[key] = weakref.ref(kept, lambda _: gone.append(key))
+        self._kept[kept.key] = weakref.ref(kept)
 
     def take_gone(self) -> list[str]:
-        """The keys of values that are gone here since the last call: the host must forget them."""
-        keys = []
-        while self._gone:
-            with suppress(IndexError):  # another thread has taken the last key
-                keys.append(self._gone.popleft())
-                del self._kept[keys[-1]]
-        return keys
+        """The keys of the values that have gone here since the last call of this method."""
+        gone = [key for key, kept in self._kept.copy().items() if kept() is None]
+        for key in gone:
+            self._kept.pop(key, None)  # None: another thread has removed it
+        return gone
 
 
 # Kept values, on the host.
@@ -300,20 +280,16 @@ class Holding:
 _values: dict[str, Any] = {}
 
 
-class _Failed:
-    """In place of a value that could not be loaded."""
+class _Failed(NamedTuple):
+    """Kept in place of a value that could not be loaded."""
 
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
+    error: BaseException
 
 
 def keep(key: str, load: Callable[[], Any], replica_on: torch.device | None) -> None:
-    """Load and keep a value; on a host. An error is raised by the calls that use the value.
+    """Load and keep a value; on a host. The calls that use the value raise an error of `load`.
 
-    Args:
-        key: The key of the value.
-        load: Makes the value.
-        replica_on: The device of a module that is a replica; None: the value is no replica.
+    `replica_on` is the device of a module that is a replica; None: the value is no replica.
     """
     try:
         value = load()

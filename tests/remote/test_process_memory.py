@@ -31,7 +31,7 @@ def executor() -> Iterator[ProcessExecutor]:
 def live_blocks(executor: aiopar.DeviceExecutor) -> tuple[int, int]:
     """How many blocks of the arenas are in use: of those written here, and of those read here."""
     worker: Any = executor._dispatcher.workers[0]
-    channel = worker._host._channel
+    channel = worker.slot.host._channel
     return channel._writes.live_blocks, len(channel._reads._owners)
 
 
