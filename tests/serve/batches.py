@@ -7,6 +7,7 @@ from typing import Any
 import anyio
 import anyio.abc
 import anyio.lowlevel
+import pytest
 
 from aiopar import Batcher, DeviceExecutor, use_executor
 from aiopar.testing import Gate
@@ -14,6 +15,10 @@ from tests.home import AtHome
 
 LONG = 1000.0
 """A duration in seconds that no test reaches."""
+
+
+on_asyncio = pytest.mark.parametrize("anyio_backend", ["asyncio"])
+"""For tests in an `anyio` module that need asyncio, or for which one loop is enough."""
 
 
 class Bad(Exception):

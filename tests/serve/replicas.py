@@ -221,13 +221,6 @@ async def answers_of_all(pool: ReplicaPool[Any], module: Scale | Fragile, x: Ten
     return answers
 
 
-async def until(pool: ReplicaPool[Any], holds: Callable[[], bool]) -> None:
-    """Let other tasks run until the condition holds."""
-    with anyio.fail_after(60):
-        while not holds():
-            await anyio.lowlevel.checkpoint()
-
-
 def in_service(pool: ReplicaPool[Any]) -> list[int]:
     """The indices of the replicas in service."""
     return [stats.index for stats in pool.stats().replicas if stats.state == "ready"]

@@ -16,10 +16,12 @@ from aiopar.serve import Batcher, BatchInfo, BatchObserver
 from aiopar.testing import Gate
 from tests.interruptions import at_every_point
 
-from .batches import Callers, until
+from .batches import Callers, on_asyncio, until
 from .coroutines import Held
 from .streams import Readers, full, idle
 from .test_batcher_loops import RUNNERS
+
+pytestmark = pytest.mark.anyio
 
 
 class Ends(BatchObserver):
@@ -35,7 +37,6 @@ class Ends(BatchObserver):
 # Coroutine functions.
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 async def test_the_batch_is_cancelled_when_no_caller_is_left(
     how: str, caplog: pytest.LogCaptureFixture
@@ -69,17 +70,6 @@ async def test_the_batch_is_cancelled_when_no_caller_is_left(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.anyio
-async def test_aclose_does_not_wait_for_a_batch_without_callers() -> None:
-    held = Held()
-    batcher = Batcher(held, collate_fn=list)
-    with pytest.raises(aiopar.DeadlineExceeded):
-        await batcher(1, timeout=0.05)
-    await batcher.aclose()
-    assert held.runs == held.ended == [[1]]
-
-
-@pytest.mark.anyio
 async def test_aclose_waits_for_the_cleanup_of_a_cancelled_batch() -> None:
     event, undone = anyio.Event(), anyio.Event()
     runs: list[list[Any]] = []
@@ -107,7 +97,7 @@ async def test_aclose_waits_for_the_cleanup_of_a_cancelled_batch() -> None:
     assert callers.outcomes == {2: 2}
 
 
-@pytest.mark.asyncio
+@on_asyncio
 @pytest.mark.parametrize("instead", ["return", "raise"])
 async def test_a_function_that_suppresses_its_cancellation(instead: str) -> None:
     ends = Ends()
@@ -141,7 +131,6 @@ async def test_a_function_that_suppresses_its_cancellation(instead: str) -> None
     assert ends.batches == [(outputs, 0, None), (2, 0, None)]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("first", ["ends", "left"])
 async def test_a_caller_that_leaves_as_its_batch_ends_does_not_disturb_the_next_batch(
     first: str,
@@ -204,7 +193,6 @@ def test_its_callers_are_in_several_loops(runner: str, other: str) -> None:
 # Async generator functions.
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("how", ["cancelled", "deadline"])
 async def test_the_running_step_is_cancelled_when_no_reader_is_left(
@@ -247,7 +235,6 @@ async def test_the_running_step_is_cancelled_when_no_reader_is_left(
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("before", [0, 1])
 async def test_of_two_generators_of_a_batch_only_the_one_without_readers(before: int) -> None:
     waiting: list[str] = []
@@ -282,28 +269,7 @@ async def test_of_two_generators_of_a_batch_only_the_one_without_readers(before:
     assert closed == ["hangs", "goes on"]
 
 
-@pytest.mark.anyio
-async def test_a_generator_may_await_when_it_is_closed() -> None:
-    closed = []
-
-    async def fn(items: list[Any]) -> AsyncIterator[list[Any]]:
-        try:
-            yield items
-            await anyio.sleep_forever()
-        finally:
-            with anyio.CancelScope(shield=True):
-                await anyio.lowlevel.checkpoint()
-                closed.append(items)
-
-    async with Batcher(fn, collate_fn=list) as batcher:
-        async with batcher.stream(1) as stream:
-            await anext(stream)
-            await anyio.wait_all_tasks_blocked()
-        await idle(batcher)
-    assert closed == [[1]]
-
-
-@pytest.mark.asyncio
+@on_asyncio
 @pytest.mark.parametrize("by", ["the collector", "a signal handler"])
 async def test_a_call_may_be_interrupted_at_any_point(by: str) -> None:
     def fn(batch: list[Any]) -> list[Any]:

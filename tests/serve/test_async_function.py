@@ -1,8 +1,11 @@
 """`Batcher` over coroutine functions and `DataParallel`: awaited on an event loop."""
 
+import asyncio
 import contextvars
 import functools
 import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -15,18 +18,14 @@ import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
 
-from .batches import LONG, Callers, until
+from .batches import LONG, Callers, on_asyncio, outcomes_of, until
 from .coroutines import Held, called, double
 from .streams import full
-from .test_observer import Watcher
 
-Devices = tuple[torch.device, ...]
+pytestmark = pytest.mark.anyio
+
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
-
-
-class Stop(BaseException):
-    """Stands for `SystemExit`, which would end the loop."""
 
 
 # Functions that are awaited.
@@ -65,7 +64,6 @@ KINDS: dict[str, Any] = {
 }
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("kind", KINDS)
 async def test_callables_that_are_awaited(kind: str) -> None:
     async with Batcher(KINDS[kind], max_batch_size=3, max_queue_delay=LONG) as batcher:
@@ -75,41 +73,6 @@ async def test_callables_that_are_awaited(kind: str) -> None:
         assert batcher.stats().batch_sizes == {3: 1}
 
 
-@pytest.mark.anyio
-async def test_a_data_parallel_splits_a_batch_over_its_devices(devices: Devices) -> None:
-    network = nn.Linear(3, 2).to(devices[0])
-    pieces: list[tuple[torch.device, int]] = []
-
-    class Noting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.network = network
-
-        def forward(self, x: Tensor) -> Tensor:
-            pieces.append((x.device, len(x)))
-            result: Tensor = self.network(x)
-            return result
-
-    items = list(torch.randn(8, 3).unbind())
-    async with aiopar.DeviceExecutor(devices) as executor:
-        with aiopar.use_executor(executor), torch.no_grad():
-            batcher = Batcher(
-                aiopar.DataParallel(Noting(), device_ids=devices),
-                max_batch_size=8,
-                max_queue_delay=LONG,
-            )
-            expected = network(torch.stack(items).to(devices[0])).tolist()
-        with aiopar.use_executor(executor):
-            async with batcher:
-                outcomes = await called(batcher, *items)
-        outputs = [await executor.run_sync(outcomes[item].tolist) for item in items]
-    for output, wanted in zip(outputs, expected, strict=True):
-        assert output == pytest.approx(wanted, abs=1e-5)
-    each = 8 // len(devices)
-    assert sorted(pieces, key=str) == [(device, each) for device in devices]
-
-
-@pytest.mark.anyio
 async def test_the_function_runs_on_the_loop_and_collate_fn_on_workers() -> None:
     threads: dict[str, threading.Thread] = {}
 
@@ -137,7 +100,6 @@ async def test_the_function_runs_on_the_loop_and_collate_fn_on_workers() -> None
     }
 
 
-@pytest.mark.anyio
 async def test_the_function_runs_under_the_state_of_the_code_that_made_the_batcher() -> None:
     seen: list[Any] = []
 
@@ -162,7 +124,6 @@ async def test_the_function_runs_under_the_state_of_the_code_that_made_the_batch
 # As with a plain function.
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("concurrency", [1, 2, 3])
 async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int) -> None:
     held = Held()
@@ -182,38 +143,6 @@ async def test_as_many_batches_run_at_once_as_concurrency_says(concurrency: int)
     assert len(held.runs) == 5
 
 
-@pytest.mark.anyio
-async def test_a_caller_that_leaves_a_running_batch_does_not_disturb_the_other_callers() -> None:
-    held = Held()
-    async with Batcher(held, **full(3)) as batcher, anyio.create_task_group() as tasks:
-        callers = Callers(batcher, tasks)
-        callers.call("stays")
-        callers.call("cancelled")
-        callers.call("late", timeout=0.05)
-        await until(lambda: isinstance(callers.outcomes.get("late"), aiopar.DeadlineExceeded))
-        await until(lambda: bool(held.runs))
-        callers.cancel("cancelled")
-        await anyio.wait_all_tasks_blocked()
-        assert held.ended == []
-        held.let_on()
-    assert set(callers.outcomes) == {"stays", "late"}
-    assert callers.outcomes["stays"] == "stays"
-
-
-@pytest.mark.anyio
-async def test_observers_see_a_batch_without_a_device() -> None:
-    watcher = Watcher()
-    async with Batcher(double) as batcher:
-        batcher.add_observer(watcher)
-        await batcher(torch.ones(1))
-    assert watcher.names == ["enqueue", "start", "compute", "computed", "ended", "completed"]
-    [batch] = watcher.batches
-    assert batch.device is None
-    assert (batch.outputs, batch.errors) == (1, 0)
-    assert {thread for *_, thread in watcher.events} == {threading.current_thread()}
-
-
-@pytest.mark.anyio
 @pytest.mark.sim
 async def test_a_batch_is_collated_after_the_kernels_of_its_callers() -> None:
     simdevice.set_kernel_latency(0.02)
@@ -228,3 +157,209 @@ async def test_a_batch_is_collated_after_the_kernels_of_its_callers() -> None:
                     item = torch.zeros(2, device="sim:0") + 1
                     call = batcher(item)  # its task may begin later, under another stream
                 assert (await call).tolist() == [1, 1]
+
+
+# `aclose`: which batches it awaits, and which it cancels.
+
+
+@pytest.mark.parametrize("drain", [True, False])
+async def test_aclose_waits_for_running_batches_and_drains_the_queue(drain: bool) -> None:
+    held = Held()
+    async with anyio.create_task_group() as tasks:
+        batcher = Batcher(held, collate_fn=list)
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        tasks.start_soon(functools.partial(batcher.aclose, drain=drain))
+        await until(lambda: not batcher.ready)
+        with pytest.raises(aiopar.ServiceClosed):
+            await batcher(3)
+        held.let_on()
+        await until(lambda: 1 in callers.outcomes)
+        await until(lambda: 2 in callers.outcomes or len(held.runs) == 2)
+        held.let_on()
+    assert held.runs == ([[1], [2]] if drain else [[1]])
+    assert callers.outcomes[1] == "1"
+    assert type(callers.outcomes[2]) is (str if drain else aiopar.ServiceClosed)
+
+
+async def test_aclose_cancels_after_its_timeout_and_waits() -> None:
+    held = Held()
+    async with anyio.create_task_group() as tasks:
+        batcher = Batcher(held, collate_fn=list)
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        await callers.queue(2)
+        await batcher.aclose(timeout=0.01)
+        assert held.ended == [[1]]
+        assert batcher.stats().in_flight == 0
+    assert {type(error) for error in callers.outcomes.values()} == {aiopar.ServiceClosed}
+    assert held.runs == [[1]]
+
+
+@on_asyncio
+async def test_no_task_is_left() -> None:
+    before = asyncio.all_tasks()
+    async with Batcher(double, concurrency=2) as batcher:
+        await batcher(torch.ones(1))
+    async with Batcher(Held(), collate_fn=list) as batcher:
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await batcher(1, timeout=0.01)
+        await batcher.aclose(timeout=0.01)
+    assert asyncio.all_tasks() == before
+
+
+@pytest.mark.may_block("the other loop is held up")
+def test_aclose_does_not_wait_for_another_loop() -> None:
+    runs: list[list[str]] = []
+    blocked, may_go_on = threading.Event(), threading.Event()
+
+    async def fn(batch: list[str]) -> list[str]:
+        runs.append(sorted(batch))
+        await anyio.sleep_forever()
+        return batch
+
+    batcher = Batcher(fn, **full(2))
+
+    async def block() -> None:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await callers.queue("there")
+            blocked.set()
+            await until(lambda: bool(runs))
+            may_go_on.wait(30)  # of all that is posted to this loop, nothing is seen yet
+        assert isinstance(callers.outcomes["there"], aiopar.ServiceClosed)
+
+    async def main() -> None:
+        async with anyio.create_task_group() as tasks:
+            callers = Callers(batcher, tasks)
+            await until(blocked.is_set)
+            callers.call("here")
+            await until(lambda: bool(runs))
+            await batcher.aclose(timeout=0.01)
+        assert isinstance(callers.outcomes["here"], aiopar.ServiceClosed)
+
+    with ThreadPoolExecutor(1) as threads:
+        other = threads.submit(asyncio.run, block())
+        asyncio.run(main())
+        may_go_on.set()
+        other.result(30)
+    assert runs == [["here", "there"]]
+
+
+async def test_the_executor_is_shut_down_under_it() -> None:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = await Batcher(double, max_batch_size=4, max_queue_delay=LONG).__aenter__()
+    outcomes = await called(batcher, *torch.ones(4, 1).unbind())
+    assert {type(error) for error in outcomes.values()} == {aiopar.ExecutorShutdown}
+    assert not any(hasattr(error, "__notes__") for error in outcomes.values())
+    await batcher.aclose()
+
+
+# Functions that fail or are cancelled, and functions that only look like one.
+
+
+# As with a plain function.
+
+
+# Other parties that may end the task.
+
+
+@on_asyncio
+async def test_a_batch_cancelled_by_another_party_runs_once_more() -> None:
+    held = Held()
+    before = asyncio.all_tasks()
+    async with Batcher(held, collate_fn=list) as batcher, anyio.create_task_group() as tasks:
+        callers = Callers(batcher, tasks)
+        callers.call(1)
+        await until(lambda: len(held.runs) == 1)
+        (task,) = (task for task in asyncio.all_tasks() - before if "drive" in repr(task))
+        task.cancel()
+        await until(lambda: len(held.runs) == 2)
+        held.let_on()
+    assert callers.outcomes == {1: "1"}
+
+
+@on_asyncio
+async def test_a_batch_cancelled_before_it_begins_is_begun_again() -> None:
+    before = asyncio.all_tasks()
+    async with Batcher(double) as batcher:
+        call = asyncio.ensure_future(batcher(torch.ones(1)))
+        await asyncio.sleep(0)
+        (task,) = asyncio.all_tasks() - before - {call}
+        task.cancel()
+        assert await call == 2
+        assert batcher.stats().batch_sizes == {1: 1}
+
+
+@on_asyncio
+async def test_an_item_for_which_the_function_raises_a_cancellation_fails_alone() -> None:
+    async def fn(batch: list[Any]) -> list[Any]:
+        if "bad" in batch:
+            part = asyncio.ensure_future(asyncio.sleep(0))
+            part.cancel()
+            await part
+        return batch
+
+    items = ["good", "bad", "fine"]
+    async with Batcher(fn, **full(3)) as batcher:
+        good, bad, fine = await outcomes_of(batcher, items)
+    assert (good, fine) == ("good", "fine")
+    assert isinstance(bad, RuntimeError)
+    assert "raised a cancellation" in str(bad)
+    assert isinstance(bad.__cause__, asyncio.CancelledError)
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+async def test_errors_that_only_end_threads_reach_the_callers(error: type[BaseException]) -> None:
+    async def fn(batch: list[Any]) -> list[Any]:
+        if batch == [1]:
+            raise error
+        return batch
+
+    async with Batcher(fn, collate_fn=list) as batcher:
+        with pytest.raises(error):
+            await batcher(1)
+        assert await batcher(2) == 2
+
+
+# Functions that do not look asynchronous.
+
+
+def _returns_coroutine(batch: Tensor) -> Awaitable[Tensor]:
+    return double(batch)
+
+
+def _generator(batch: Tensor) -> Iterator[Tensor]:
+    yield batch
+
+
+def _returns_generator(batch: Tensor) -> Iterator[Tensor]:
+    return _generator(batch)
+
+
+async def _async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
+    yield batch
+
+
+def _returns_async_generator(batch: Tensor) -> AsyncIterator[Tensor]:
+    return _async_generator(batch)
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [
+        (_returns_coroutine, "a coroutine"),
+        (_returns_generator, "a generator"),
+        (_returns_async_generator, "an async generator"),
+    ],
+)
+async def test_a_plain_function_that_returns_a_coroutine_fails_with_advice(
+    fn: Callable[[Tensor], Any], kind: str
+) -> None:
+    async with Batcher(fn) as batcher:
+        with pytest.raises(TypeError, match=f"returned {kind} .* pass the function"):
+            await batcher(torch.ones(1))

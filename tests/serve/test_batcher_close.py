@@ -16,14 +16,15 @@ from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import MakeWorkers, Workers
 
-from .batches import Callers, Recorder, busy, open_batcher, outcomes_of, until
+from .batches import Callers, Recorder, busy, on_asyncio, open_batcher, outcomes_of, until
+
+pytestmark = pytest.mark.anyio
 
 
 def closed(outcome: object) -> bool:
     return isinstance(outcome, aiopar.ServiceClosed)
 
 
-@pytest.mark.anyio
 async def test_queued_items_run_and_new_items_are_refused(workers: Workers) -> None:
     async with (
         busy(workers=workers, max_batch_size=2) as callers,
@@ -44,7 +45,6 @@ async def test_queued_items_run_and_new_items_are_refused(workers: Workers) -> N
     assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
 
 
-@pytest.mark.anyio
 async def test_without_drain_queued_items_fail_and_running_items_get_results(
     workers: Workers,
 ) -> None:
@@ -64,7 +64,6 @@ async def test_without_drain_queued_items_fail_and_running_items_get_results(
     assert all(map(closed, callers.outcomes.values()))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("seconds", [0, 0.01])
 async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(
     workers: Workers, seconds: float
@@ -82,20 +81,6 @@ async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(
     assert callers.runs == []
 
 
-@pytest.mark.anyio
-async def test_once_more_does_no_harm(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        await callers.queue(1)
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(callers.batcher.aclose)
-            await until(lambda: not callers.batcher.ready)
-            callers.gate.open()
-        await callers.batcher.aclose(drain=False)
-    assert callers.outcomes == {"first": "first", 1: "1"}
-
-
-@pytest.mark.anyio
 async def test_a_second_one_may_be_less_patient(workers: Workers) -> None:
     async with busy(workers=workers) as callers:
         await callers.queue(1)
@@ -108,7 +93,6 @@ async def test_a_second_one_may_be_less_patient(workers: Workers) -> None:
     assert all(map(closed, callers.outcomes.values()))
 
 
-@pytest.mark.anyio
 async def test_cancelled_it_waits_no_more_as_after_its_timeout(workers: Workers) -> None:
     async with busy(workers=workers) as callers:
         await callers.queue(1)
@@ -121,7 +105,7 @@ async def test_cancelled_it_waits_no_more_as_after_its_timeout(workers: Workers)
     assert callers.runs == []
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_a_cancellation_of_asyncios_own_does_the_same(workers: Workers) -> None:
     async with busy(workers=workers) as callers:
         await callers.queue(1)
@@ -133,7 +117,6 @@ async def test_a_cancellation_of_asyncios_own_does_the_same(workers: Workers) ->
     assert all(map(closed, callers.outcomes.values()))
 
 
-@pytest.mark.anyio
 async def test_an_unread_stream_does_not_delay_a_cancelled_exit() -> None:
     def endless(items: list[str]) -> Iterator[list[str]]:
         while True:
@@ -149,7 +132,6 @@ async def test_an_unread_stream_does_not_delay_a_cancelled_exit() -> None:
         assert [part async for part in stream] == ["x"]  # the part that was made ahead
 
 
-@pytest.mark.anyio
 async def test_a_batch_that_fills_runs_when_the_batcher_closes(workers: Workers) -> None:
     recorder = Recorder()
     async with (
@@ -162,35 +144,6 @@ async def test_a_batch_that_fills_runs_when_the_batcher_closes(workers: Workers)
     assert recorder.runs == [[1, 2]]
 
 
-@pytest.mark.anyio
-async def test_an_exception_in_async_with_fails_queued_items() -> None:
-    class Left(Exception):
-        pass
-
-    recorder, gate = Recorder(), Gate()
-
-    def fn(items: list[Any]) -> list[Any]:
-        gate()
-        return recorder(items)
-
-    async with anyio.create_task_group() as tasks:
-        try:
-            async with Batcher(fn, collate_fn=list) as batcher:
-                callers = Callers(batcher, tasks)
-                callers.call(1)
-                await gate.entered()
-                await callers.queue(2)
-                tasks.start_soon(anyio.to_thread.run_sync, gate.open)
-                raise Left
-        except Left:
-            pass
-        await until(lambda: len(callers.outcomes) == 2)
-    assert recorder.runs == [[1]]
-    assert callers.outcomes[1] == "1"
-    assert closed(callers.outcomes[2])
-
-
-@pytest.mark.anyio
 async def test_before_it_was_opened() -> None:
     batcher = Batcher(Recorder(), collate_fn=list)
     assert not batcher.ready
@@ -205,7 +158,6 @@ async def test_before_it_was_opened() -> None:
     assert not batcher.ready
 
 
-@pytest.mark.anyio
 async def test_a_closed_batcher_does_not_open_its_pool() -> None:
     pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
     batcher = Batcher(pool)
@@ -215,7 +167,6 @@ async def test_a_closed_batcher_does_not_open_its_pool() -> None:
     assert pool.stats().replicas == ()
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("seconds", [-1, "1", float("nan")])
 async def test_a_bad_timeout_closes_nothing(workers: Workers, seconds: Any) -> None:
     async with open_batcher(workers, Recorder()) as batcher:
@@ -227,7 +178,6 @@ async def test_a_bad_timeout_closes_nothing(workers: Workers, seconds: Any) -> N
 # Opened again.
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("drain", [True, False])
 async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(
     workers: Workers, drain: bool
@@ -254,7 +204,6 @@ async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(
     assert callers.outcomes[1] == "1" or (not drain and closed(callers.outcomes[1]))
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("how", [{}, {"timeout": 0.0}], ids=["drains", "timed out"])
 async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
     workers: Workers, how: dict[str, Any]
@@ -281,7 +230,6 @@ async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
     assert callers.runs[-1] == ["again"]
 
 
-@pytest.mark.anyio
 async def test_opened_again_it_keeps_its_observers() -> None:
     batcher, seen = Batcher(Recorder(), collate_fn=list), list[int]()
 
@@ -299,7 +247,7 @@ async def test_opened_again_it_keeps_its_observers() -> None:
     assert seen == [1, 1]
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_opened_again_it_uses_the_executor_of_that_time(make_workers: MakeWorkers) -> None:
     batcher = Batcher(AtHome(Recorder()), collate_fn=list)
     for _ in range(2):
@@ -310,7 +258,6 @@ async def test_opened_again_it_uses_the_executor_of_that_time(make_workers: Make
             assert executor.stats().workers[0].completed > 0
 
 
-@pytest.mark.anyio
 async def test_a_batcher_and_its_pool_are_opened_again(workers: Workers) -> None:
     pool = ReplicaPool(nn.Linear(2, 2), executor=workers)
     batcher = Batcher(pool)
@@ -323,7 +270,6 @@ async def test_a_batcher_and_its_pool_are_opened_again(workers: Workers) -> None
             pytest.fail("its pool is closed")
 
 
-@pytest.mark.anyio
 async def test_an_open_batcher_follows_its_pool_that_is_opened_again(workers: Workers) -> None:
     pool = ReplicaPool(nn.Linear(2, 2), ["cpu"], executor=workers)
     async with Batcher(pool) as batcher:
@@ -338,7 +284,6 @@ async def test_an_open_batcher_follows_its_pool_that_is_opened_again(workers: Wo
 # Executors.
 
 
-@pytest.mark.anyio
 async def test_the_executor_is_shut_down_before_a_call(make_workers: MakeWorkers) -> None:
     executor = make_workers(1)
     async with open_batcher(executor, Recorder()) as batcher:
@@ -349,7 +294,6 @@ async def test_the_executor_is_shut_down_before_a_call(make_workers: MakeWorkers
         assert batcher.stats().queued == 0
 
 
-@pytest.mark.anyio
 async def test_queued_items_fail_when_the_executor_drains(make_workers: MakeWorkers) -> None:
     """The running batch goes on; the next batch is refused, and its callers get the error."""
     executor = make_workers(1)
@@ -363,7 +307,6 @@ async def test_queued_items_fail_when_the_executor_drains(make_workers: MakeWork
     assert {type(it) for it in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
 
 
-@pytest.mark.anyio
 async def test_the_executor_drops_a_batch_before_it_has_begun(make_workers: MakeWorkers) -> None:
     executor = make_workers(1)
     with Gate() as gate:
@@ -382,26 +325,12 @@ async def test_the_executor_drops_a_batch_before_it_has_begun(make_workers: Make
 # Pools.
 
 
-@pytest.mark.anyio
 async def test_a_batcher_leaves_its_pool_as_it_was(workers: Workers) -> None:
     async with ReplicaPool(nn.Linear(2, 2), executor=workers) as pool:
         for _ in range(2):
             async with Batcher(pool) as batcher:
                 assert (await batcher(torch.ones(2))).shape == (2,)
         assert (await pool(torch.ones(1, 2))).shape == (1, 2)
-
-
-@pytest.mark.anyio
-async def test_a_pool_that_closes_before_its_batcher(workers: Workers) -> None:
-    async with (
-        ReplicaPool(nn.Linear(2, 2), ["cpu"], executor=workers) as pool,
-        Batcher(pool) as batcher,
-    ):
-        assert (await batcher(torch.ones(2))).shape == (2,)
-        await pool.aclose()
-        assert not batcher.ready
-        with pytest.raises(aiopar.ReplicaUnavailable):
-            await batcher(torch.ones(2))
 
 
 @pytest.mark.parametrize("on_loop", [False, True])

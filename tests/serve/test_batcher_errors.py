@@ -2,8 +2,7 @@
 
 import sys
 import traceback
-from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import anyio
@@ -17,8 +16,10 @@ from tests import simdevice
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Bad, busy, open_batcher, outcomes_of, together
+from .batches import LONG, Bad, busy, open_batcher, together
 from .streams import full
+
+pytestmark = pytest.mark.anyio
 
 
 def checked(item: Any) -> str:
@@ -28,7 +29,6 @@ def checked(item: Any) -> str:
     return str(item)
 
 
-@pytest.mark.anyio
 async def test_one_bad_item_fails_alone(workers: Workers) -> None:
     async with busy(checked, workers=workers) as callers:
         await callers.queue(0, 1, -2, 3, 4)
@@ -42,20 +42,6 @@ async def test_one_bad_item_fails_alone(workers: Workers) -> None:
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
 
 
-@pytest.mark.anyio
-async def test_an_error_object_that_is_raised_again_gets_no_second_note() -> None:
-    always = Bad("always the same")
-
-    def fn(items: list[Any]) -> list[Any]:
-        raise always
-
-    async with Batcher(fn, collate_fn=list) as batcher:
-        for _ in range(3):
-            assert await outcomes_of(batcher, [1]) == [always]
-    assert always.__notes__ == ["raised by one item of a batch of 1"]
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("kind", [ConnectionError, torch.OutOfMemoryError])
 @pytest.mark.parametrize("where", ["worker", "loop"])
 async def test_frames_in_which_callers_handle_a_stored_error_stay(
@@ -99,10 +85,11 @@ async def test_frames_in_which_callers_handle_a_stored_error_stay(
             tasks.start_soon(call, batcher, item, 3)
     assert sorted(answered) == [item for item in range(4) for _ in range(3)]
     assert not closed
+    notes = [note for note in stored.__notes__ if "one item" in note]
+    assert notes == ["raised by one item of a batch of 4"]
     bystander.close()
 
 
-@pytest.mark.anyio
 async def test_no_caller_sees_the_frames_of_another() -> None:
     def fn(items: list[int]) -> list[int]:
         raise aiopar.OutputMismatch("shared")
@@ -124,7 +111,6 @@ async def test_no_caller_sees_the_frames_of_another() -> None:
     assert len(caught) == 3
 
 
-@pytest.mark.anyio
 async def test_an_item_that_leaves_before_its_part_runs_is_not_computed(workers: Workers) -> None:
     """Nor is an expired item."""
     async with busy(checked, workers=workers, always=True) as callers:
@@ -134,120 +120,6 @@ async def test_an_item_that_leaves_before_its_part_runs_is_not_computed(workers:
         callers.cancel(3)
         await anyio.wait_all_tasks_blocked()
     assert callers.runs == [[-1, 2, 3, 4], [-1, 2], [-1], [2], [4]]
-
-
-# Bad items do not fail good ones, however many they are.
-
-
-def refuse_negative(items: list[int]) -> list[int]:
-    """A `collate_fn`."""
-    if any(item < 0 for item in items):
-        raise Bad(items)
-    return items
-
-
-class Same(torch.nn.Module):
-    def forward(self, items: list[int]) -> list[int]:
-        return items
-
-
-async def same_async(items: list[int]) -> list[int]:
-    return items
-
-
-def same_once(items: list[int]) -> Iterator[list[int]]:
-    yield items
-
-
-async def same_once_async(items: list[int]) -> AsyncIterator[list[int]]:
-    yield items
-
-
-async def outcome(batcher: Batcher[Any, Any], item: int) -> Any:
-    """The output, or the error."""
-    try:
-        if batcher.pool is None and "once" in batcher.name:
-            return [part async for part in batcher.stream(item)]
-        return [await batcher(item)]
-    except Bad as error:
-        return error.args
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "function": lambda: Same().forward,
-    "coroutine function": lambda: same_async,
-    "async generator function": lambda: same_once_async,
-    "pool": lambda: aiopar.ReplicaPool(Same(), ["cpu", "cpu"], warmup=[0]),
-}
-PLACES = pytest.mark.parametrize("place", ["first", "last", "everywhere"])
-COUNTS = pytest.mark.parametrize("count", [4, 8, 31])
-
-
-@pytest.mark.anyio
-@PLACES
-@COUNTS
-@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
-async def test_bad_items_beside_good_ones(
-    workers: Workers, make: Callable[[], Any], count: int, place: str
-) -> None:
-    with aiopar.use_executor(workers):
-        await run_bad_items_beside_good_ones(make(), count, place)
-
-
-@pytest.mark.anyio
-@PLACES
-@COUNTS
-async def test_bad_items_beside_good_ones_in_a_generator(count: int, place: str) -> None:
-    await run_bad_items_beside_good_ones(same_once, count, place)
-
-
-async def run_bad_items_beside_good_ones(fn: Any, count: int, place: str) -> None:
-    numbers = list(range(1, 33))
-    order = {"first": numbers, "last": numbers[::-1], "everywhere": numbers[::3] * 2 + numbers}
-    bad = list(dict.fromkeys(order[place]))[:count]
-    items = [-number if number in bad else number for number in numbers]
-    options: dict[str, Any] = {"max_batch_size": 32, "max_queue_delay": LONG}
-    outcomes: dict[int, Any] = {}
-
-    async def call(batcher: Batcher[Any, Any], item: int) -> None:
-        outcomes[item] = await outcome(batcher, item)
-
-    async with AsyncExitStack() as stack:
-        if isinstance(fn, aiopar.ReplicaPool):
-            await stack.enter_async_context(fn)
-        batcher = await stack.enter_async_context(
-            Batcher(fn, collate_fn=refuse_negative, **options)
-        )
-        async with anyio.create_task_group() as tasks:
-            for item in items:
-                tasks.start_soon(call, batcher, item)
-    assert outcomes == {item: ([item],) if item < 0 else [item] for item in items}
-
-
-@pytest.mark.anyio
-async def test_bad_clients_that_go_on_and_on_fail_no_good_call(workers: Workers) -> None:
-    answers: list[list[int]] = []
-    over = False
-
-    async def bad() -> None:
-        while not over:
-            assert await outcome(batcher, -1) == ([-1],)
-
-    async def good(number: int) -> None:
-        answers.extend([await outcome(batcher, number) for _ in range(20)])
-
-    with aiopar.use_executor(workers):
-        async with (
-            Batcher(Same(), collate_fn=refuse_negative) as batcher,
-            anyio.create_task_group() as tasks,
-        ):
-            for _ in range(8):
-                tasks.start_soon(bad)
-            async with anyio.create_task_group() as good_ones:
-                for number in range(8):
-                    good_ones.start_soon(good, number)
-            over = True
-    assert sorted(answers) == [[number] for number in range(8) for _ in range(20)]
 
 
 # Items that cannot be made a batch.
@@ -261,37 +133,32 @@ def same(batch: Tensor) -> Tensor:
     return batch
 
 
-@pytest.mark.anyio
 async def test_an_item_that_cannot_be_collated(workers: Workers) -> None:
-    good = [torch.ones(2), torch.zeros(2), torch.ones(2)]
-    outcomes = await together(increment, [good[0], "text", *good[1:]], workers=workers)
-    assert isinstance(outcomes[1], TypeError), "fails alone, in the function"
-    assert [outcomes[n].tolist() for n in (0, 2, 3)] == [[2, 2], [1, 1], [2, 2]]
-
-
-@pytest.mark.anyio
-async def test_items_of_several_shapes_still_each_get_their_own(workers: Workers) -> None:
-    items = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
+    items: list[Any] = [torch.full((1 + n % 2,), float(n)) for n in range(5)]
+    items[2] = "text"
     outcomes = await together(increment, items, workers=workers)
-    assert [outcome.tolist() for outcome in outcomes] == [[1], [2, 2], [3], [4, 4], [5]]
+    assert isinstance(outcomes.pop(2), TypeError), "fails alone, in the function"
+    assert [outcome.tolist() for outcome in outcomes] == [[1], [2, 2], [4, 4], [5]]
 
 
 # Outputs that do not match.
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize(
-    ("fn", "words"),
+    ("fn", "unbatch_fn", "words"),
     [
-        (lambda batch: batch[1:], "returned 2 outputs for a batch of 3 items"),
-        (lambda batch: batch.sum(), "returned no batch for a batch of 3 items"),
-        (lambda batch: [1], "returned 1 output for a batch of 3 items"),
-        (lambda batch: {"x": batch, "y": [1, 2]}, r"output\['y'\]"),
-        (lambda batch: None, "returned no batch"),
+        (lambda batch: batch[1:], None, "returned 2 outputs for a batch of 3 items"),
+        (lambda batch: batch.sum(), None, "returned no batch for a batch of 3 items"),
+        (lambda batch: [1], None, "returned 1 output for a batch of 3 items"),
+        (lambda batch: {"x": batch, "y": [1, 2]}, None, r"output\['y'\]"),
+        (lambda batch: None, None, "returned no batch"),
+        (same, lambda _: [1], "unbatch_fn returned 1 outputs for a batch of 3"),
+        (same, lambda _: range(4), "unbatch_fn returned 4 outputs for a batch of 3"),
+        (same, lambda _: torch.zeros(4), "unbatch_fn returned 4 outputs for a batch of 3"),
     ],
 )
 async def test_a_wrong_number_of_outputs_is_everybodys_error(
-    workers: Workers, fn: Callable[[Any], Any], words: str
+    workers: Workers, fn: Callable[[Any], Any], unbatch_fn: Any, words: str
 ) -> None:
     runs: list[int] = []
 
@@ -299,52 +166,30 @@ async def test_a_wrong_number_of_outputs_is_everybodys_error(
         runs.append(len(batch))
         return fn(batch)
 
-    outcomes = await together(AtHome(counted), [*torch.arange(3)], workers=workers)
+    unbatch_fn = unbatch_fn and AtHome(unbatch_fn)
+    options = {"workers": workers, "unbatch_fn": unbatch_fn}
+    outcomes = await together(AtHome(counted), [*torch.arange(3)], **options)
     for outcome in outcomes:
         with pytest.raises(aiopar.OutputMismatch, match=words):
             raise outcome
     assert runs == [3], "it is not split"
 
 
-@pytest.mark.anyio
-@pytest.mark.parametrize("outputs", [[1], range(4), "abcd", torch.zeros(4)])
-async def test_a_wrong_number_from_unbatch_fn(workers: Workers, outputs: Any) -> None:
-    items = [torch.tensor(n) for n in range(3)]
-    outcomes = await together(same, items, workers=workers, unbatch_fn=AtHome(lambda _: outputs))
-    for outcome in outcomes:
-        with pytest.raises(
-            aiopar.OutputMismatch, match=r"unbatch_fn returned [14] outputs for a batch of 3"
-        ):
-            raise outcome
-
-
 def each(batch: list[int]) -> Iterator[int]:
     yield from batch
 
 
-class Lying(list[int]):
-    def __init__(self, _: list[int]) -> None:
-        """It is empty."""
-
-    def __len__(self) -> int:
-        return 3
-
-
-@pytest.mark.anyio
 async def test_unbatch_fn_may_return_any_iterable(workers: Workers) -> None:
     items = [torch.tensor(n) for n in range(3)]
     for unbatch_fn in (iter, each, dict.fromkeys):
         outcomes = await together(Tensor.tolist, items, workers=workers, unbatch_fn=unbatch_fn)
         assert outcomes == [0, 1, 2]
-    outcomes = await together(Tensor.tolist, items, workers=workers, unbatch_fn=Lying)
-    assert {type(outcome) for outcome in outcomes} == {aiopar.OutputMismatch}
 
 
 def ten_by(outputs: Tensor) -> list[int]:
     return [10 // n for n in outputs.tolist()]
 
 
-@pytest.mark.anyio
 async def test_unbatch_fn_that_fails_for_an_item(workers: Workers) -> None:
     items = [torch.tensor(n) for n in (1, 0, 5)]
     outcomes = await together(same, items, workers=workers, unbatch_fn=ten_by)
@@ -366,7 +211,6 @@ def unwilling(batch: Tensor) -> Tensor:
     return batch.as_subclass(Unwilling)
 
 
-@pytest.mark.anyio
 async def test_outputs_that_cannot_be_taken_apart(workers: Workers) -> None:
     items = [torch.tensor(n) for n in range(3)]
     outcomes = await together(unwilling, items, workers=workers)
@@ -383,7 +227,6 @@ class Stop(BaseException):
     """Stands for `SystemExit`, which would end the loop of a caller that does not catch it."""
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop])
 async def test_a_base_exception_does_not_split_the_batch(
     workers: Workers, kind: type[BaseException]
@@ -429,7 +272,6 @@ async def exits_on_the_loop(batch: Tensor) -> Tensor:
     return Exits()(batch)  # type: ignore[no-any-return]
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("at", ["function", "collate_fn", "pool", "pool's collate_fn", "loop"])
 async def test_an_item_that_exits_fails_alone(workers: Workers, at: str) -> None:
     outcomes: list[Any] = [None] * 4
@@ -460,7 +302,6 @@ def stop(_: object) -> None:
     raise StopIteration
 
 
-@pytest.mark.anyio
 async def test_stop_iteration_does_not_end_the_callers_loop(workers: Workers) -> None:
     with aiopar.use_executor(workers):
         async with Batcher(stop, collate_fn=list) as batcher:
@@ -469,7 +310,6 @@ async def test_stop_iteration_does_not_end_the_callers_loop(workers: Workers) ->
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("on_loop", [False, True])
 async def test_an_accelerators_error_is_not_split(on_loop: bool) -> None:
     runs: list[int] = []
@@ -486,7 +326,6 @@ async def test_an_accelerators_error_is_not_split(on_loop: bool) -> None:
     assert runs == [3]
 
 
-@pytest.mark.anyio
 @pytest.mark.sim
 async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
     def fn(batch: Tensor) -> Tensor:
@@ -516,7 +355,6 @@ def fail_in_a_circle(_: list[Any]) -> list[Any]:
             raise first from second
 
 
-@pytest.mark.anyio
 async def test_errors_that_came_of_each_other(workers: Workers) -> None:
     outcomes = await together(fail_in_a_circle, [1, 2], workers=workers, collate_fn=list)
     assert [outcome.args for outcome in outcomes] == [(1,), (1,)]

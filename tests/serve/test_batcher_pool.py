@@ -12,21 +12,19 @@ import torch
 from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool, collate, pad_collate
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, collate
 from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Callers, outcomes_of, until
+from .batches import Callers, outcomes_of, until
 from .replicas import (
     BadInput,
     Fragile,
     Scale,
-    X,
     break_copy,
     in_service,
     open_pool,
-    until as until_pool,
 )
 
 pytestmark = pytest.mark.anyio
@@ -66,23 +64,6 @@ async def test_each_replica_has_a_batch_of_its_own_within_concurrency(
             gate.let_on()
             await gate.entered(most + 1)
             assert batcher.stats().in_flight == most - 1 + 3
-
-
-async def test_a_timeout_counts_while_the_pool_is_warmed_up(workers: Workers) -> None:
-    gate, item = Gate(), X[0]
-    pool = ReplicaPool(Scale(2.0, lambda _: gate()), ["cpu"], executor=workers, warmup=X)
-    batcher = Batcher(pool, timeout=3600.0)
-    async with anyio.create_task_group() as tasks:
-        with gate:
-            callers = Callers(batcher, tasks)
-            callers.call(item)
-            await gate.entered()
-            with pytest.raises(aiopar.DeadlineExceeded, match=r"not open after 0\.01 s"):
-                await batcher(item, timeout=0.01)
-            gate.open()
-    assert torch.equal(callers.outcomes[item][0], 2 * item)
-    await batcher.aclose()
-    await pool.aclose()
 
 
 @pytest.mark.parametrize("concurrency", [2, 4])
@@ -151,7 +132,7 @@ async def test_with_no_replica_left_all_are_told_and_later_ones_served(workers: 
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await batcher(GOOD)
             assert batcher.stats().rejected["unavailable"] >= 1
-        await until_pool(pool, lambda: in_service(pool) == [0])
+        await until(lambda: in_service(pool) == [0])
         assert batcher.ready
         assert same(await outcomes_of(batcher, [GOOD] * 9), model)
 
@@ -206,7 +187,7 @@ async def test_replicas_that_break_again_and_again_under_load(workers: Workers) 
         before = answered.copy()
         await until(lambda: all(map(operator.gt, answered, before)))
         break_copy(model, turn)  # of replica turn % 2: each rebuild makes one more copy
-        await until_pool(pool, lambda: sum(rebuilds()) > turn)
+        await until(lambda: sum(rebuilds()) > turn)
 
     async with (
         open_pool(model, executor=workers, warmup=WARMUP) as pool,
@@ -284,35 +265,3 @@ async def test_a_warmup_that_is_one_dict_is_a_tuple(workers: Workers) -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'ids'"):
         async with open_pool(OneDict(), executor=workers, warmup=BATCH):
             pass
-
-
-@pytest.fixture
-def bert() -> nn.Module:
-    """A tiny BERT with random weights; not made in a test, because the import reads files."""
-    transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.BertConfig(**sizes, intermediate_size=8, vocab_size=16)
-    model: nn.Module = transformers.BertModel(config).eval()
-    return model
-
-
-def tokenize(texts: list[str]) -> Any:
-    rows = [torch.tensor([ord(letter) % 16 for letter in text]) for text in texts]
-    ids, mask = pad_collate(rows)
-    return UserDict({"input_ids": ids, "attention_mask": mask.long()})  # as BatchEncoding
-
-
-async def test_a_model_of_transformers(bert: nn.Module) -> None:
-    texts = ["ab", "a longer text", "c"]
-    with torch.inference_mode():
-        expected = bert(**tokenize(texts))
-    options: dict[str, Any] = {"max_batch_size": 3, "max_queue_delay": LONG}
-    async with (
-        open_pool(bert, warmup=tokenize(["a"])) as pool,
-        Batcher(pool, collate_fn=tokenize, **options) as batcher,
-    ):
-        outputs = await outcomes_of(batcher, texts)
-    for index, output in enumerate(outputs):
-        assert type(output) is type(expected)
-        assert torch.equal(output.pooler_output, expected.pooler_output[index])
-        assert torch.equal(output["last_hidden_state"], expected.last_hidden_state[index])

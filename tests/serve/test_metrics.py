@@ -15,7 +15,9 @@ from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import busy, until
-from .replicas import Fragile, break_copy, held, in_service, open_pool, until as until_pool
+from .replicas import Fragile, break_copy, held, in_service, open_pool
+
+pytestmark = pytest.mark.anyio
 
 
 class Scrape:
@@ -49,7 +51,6 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-@pytest.mark.anyio
 async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> None:
     async with busy(
         lambda item: item if item == "first" else 1 / item, name="fn", max_pending=2
@@ -90,7 +91,6 @@ async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> 
     metrics.close()
 
 
-@pytest.mark.anyio
 async def test_histograms_of_items_and_batches(registry: CollectorRegistry) -> None:
     async with busy(name="fn", max_batch_size=2) as callers:
         PrometheusMetrics(callers.batcher, registry=registry)
@@ -114,7 +114,6 @@ async def test_histograms_of_items_and_batches(registry: CollectorRegistry) -> N
         assert (bounds[0], bounds[-2]) == (0.0001, 10.0)
 
 
-@pytest.mark.anyio
 async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None:
     gate, module = Gate(), Fragile()
     async with open_pool(module, warmup=torch.ones(1, 2), name="both") as pool:
@@ -134,7 +133,7 @@ async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None
             for _ in pool.devices:
                 tasks.start_soon(pool, torch.ones(1, 2))
             await gate.entered(2)  # one per replica
-        await until_pool(pool, lambda: in_service(pool) == [0, 1])
+        await until(lambda: in_service(pool) == [0, 1])
         scrape, stats = Scrape(registry), pool.stats().replicas
         for replica in stats:
             labels = {"pool": "both", "replica": str(replica.index), "device": "cpu"}
@@ -148,7 +147,6 @@ async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None
     assert [state(0), state(1)] == [["closed"], ["closed"]]
 
 
-@pytest.mark.anyio
 async def test_each_worker_of_batchers_and_pools_is_counted_once(
     registry: CollectorRegistry,
 ) -> None:

@@ -4,19 +4,21 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from torch import Tensor
+from prometheus_client import CollectorRegistry
+from torch import Tensor, nn
 
 import aiopar
-from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo
+from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
 from .batches import Busy, Recorder, busy, until
-from .replicas import Fragile, break_copy, held as held_at, open_pool
+from .replicas import Scale, X
 from .streams import Counting, held, idle
 
 pytestmark = pytest.mark.anyio
@@ -137,26 +139,6 @@ async def test_all_kinds_of_functions_have_the_same_events(
     assert batch.device == (torch.device("cpu") if fn is _generator else None)
 
 
-async def test_each_run_of_a_split_batch_has_events() -> None:
-    watcher = Watcher()
-    async with busy(lambda item: item if item == "first" else 1 / item) as callers:
-        callers.batcher.add_observer(watcher)
-        await callers.queue(1, 2, 3, 0)
-        callers.gate.open()
-        await until(lambda: len(callers.outcomes) == 5)
-    [batch] = watcher.batches
-    assert [size for _, size in watcher.of("compute")] == [4, 2, 2, 1, 1]
-    errors = [type(error) for _, error in watcher.of("computed")]
-    bad = ZeroDivisionError
-    assert errors == [bad, type(None), bad, type(None), bad]
-    assert (batch.outputs, batch.errors) == (3, 1)
-    assert watcher.of("ended") == [(batch, None)]
-    completed = dict(watcher.of("completed"))
-    assert len(watcher.of("completed")) == 4
-    assert set(completed) == set(batch.items)
-    assert [error for error in completed.values() if error] == [callers.outcomes[0]]
-
-
 async def test_refused_items_have_their_cause() -> None:
     watcher = Watcher()
 
@@ -178,19 +160,6 @@ async def test_refused_items_have_their_cause() -> None:
     assert callers.batcher.stats().rejected == {"max_batch_cost": 1, "queue_full": 1, "closed": 1}
 
 
-async def test_item_that_expires_in_the_queue_is_in_no_batch() -> None:
-    watcher = Watcher()
-    async with busy() as callers:
-        callers.batcher.add_observer(watcher)
-        with pytest.raises(aiopar.DeadlineExceeded) as caught:
-            await callers.batcher("late", timeout=0.01)
-        [(item, error)] = watcher.of("completed")
-        assert error is caught.value
-        assert item.rejected is None
-    assert watcher.names[:2] == ["enqueue", "completed"]
-    assert "start" not in watcher.names
-
-
 async def test_cancelled_callers_in_the_queue_and_in_a_batch() -> None:
     watcher = Watcher()
     async with busy(always=True) as callers:
@@ -210,29 +179,6 @@ async def test_cancelled_callers_in_the_queue_and_in_a_batch() -> None:
     assert errors[third] is None
     for item in (first, second):
         assert isinstance(errors[item], anyio.get_cancelled_exc_class())
-
-
-async def test_item_of_a_failed_replica_is_in_two_batches() -> None:
-    watcher, gate, module = Watcher(), Gate(), Fragile()
-    async with (
-        open_pool(module, warmup=torch.ones(1, 2)) as pool,
-        Batcher(pool, max_batch_size=1) as batcher,
-    ):
-        batcher.add_observer(watcher)
-        break_copy(module, 0)
-        module.on_call.append(gate)
-        async with held_at(gate) as tasks:
-            for _ in pool.devices:
-                tasks.start_soon(batcher, torch.ones(2))
-            await gate.entered(2)  # one per replica
-    [failed] = [batch for batch, error in watcher.of("ended") if error is not None]
-    assert (failed.replica, failed.outputs, failed.errors) == (0, 0, 0)
-    assert {batch.device for batch in watcher.batches} == {torch.device("cpu")}
-    assert len(watcher.batches) == 3
-    first, again = (batch for batch in watcher.batches if batch.items[0] is failed.items[0])
-    assert first is failed
-    assert (again.outputs, again.errors) == (1, 0)
-    assert [error for _, error in watcher.of("completed")] == [None, None]
 
 
 class Broken(EachEvent):
@@ -370,3 +316,153 @@ async def test_observers_see_how_streams_end(kind: str) -> None:
     assert [type(error) for _, error in watcher.of("completed")] == [type(None), ZeroDivisionError]
     assert [(batch.outputs, batch.errors) for batch in watcher.batches] == [(1, 0), (0, 1)]
     assert [size for _, size in watcher.of("compute")] == [1, 1], "only the first step"
+
+
+# Requests that end before they are queued: observers and metrics count them, too.
+
+
+class Counted:
+    """The metrics of a batcher, and the events that an observer sees."""
+
+    def __init__(self, batcher: Batcher[Any, Any]) -> None:
+        self._batcher = batcher
+        self._registry = CollectorRegistry()
+        PrometheusMetrics(batcher, registry=self._registry)
+        self.watcher = Watcher()
+        batcher.add_observer(self.watcher)
+
+    def _read(self, metric: str) -> dict[str, float]:
+        return {
+            sample.labels[label]: sample.value
+            for family in self._registry.collect()
+            for sample in family.samples
+            for label in ("outcome", "cause")
+            if sample.name == f"aiopar_batcher_{metric}_total" and label in sample.labels
+            if sample.value
+        }
+
+    def check(self, outcome: str, error: BaseException, cause: str | None = None) -> None:
+        """Assert that one request had this outcome, and nothing else happened."""
+        assert self._read("requests") == {outcome: 1}
+        rejections = {} if cause is None else {cause: 1}
+        assert self._read("rejections") == self._batcher.stats().rejected == rejections
+        assert self.watcher.names == ["enqueue", "completed"]
+        [(item, none), (same, told)] = [event[1:3] for event in self.watcher.events]
+        assert item is same
+        assert none is None
+        assert told is error
+        assert item.rejected == cause
+
+
+def _identity(items: list[Any]) -> list[Any]:
+    return items
+
+
+async def _steps(items: list[Any]) -> AsyncIterator[list[Any]]:
+    yield items
+
+
+async def _ask(batcher: Batcher[Any, Any], fn: Callable[[Any], Any], item: Any) -> None:
+    if fn is _steps:
+        await anext(batcher.stream(item))
+    else:
+        await batcher(item)
+
+
+def _fail(error: Exception) -> Callable[[Any], Any]:
+    def fail(_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize("fn", [_identity, _steps])
+async def test_closed_before_it_was_used(fn: Callable[[Any], Any]) -> None:
+    batcher = Batcher(fn)
+    counted = Counted(batcher)
+    await batcher.aclose()
+    with pytest.raises(aiopar.ServiceClosed) as caught:
+        await _ask(batcher, fn, 1)
+    counted.check("rejected", caught.value, "closed")
+
+
+@pytest.mark.parametrize("fn", [_identity, _steps])
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        ({"batch_key": _fail(aiopar.InvalidInput("no such adapter"))}, aiopar.InvalidInput),
+        ({"batch_key": _fail(aiopar.ServiceClosed("another"))}, aiopar.ServiceClosed),
+        ({"batch_key": lambda _: []}, TypeError),
+        ({"cost": _fail(LookupError("cost"))}, LookupError),
+        ({"cost": lambda _: -1.0}, ValueError),
+    ],
+)
+async def test_key_or_cost_fails(
+    fn: Callable[[Any], Any], options: dict[str, Any], kind: type[Exception]
+) -> None:
+    async with Batcher(fn, **options) as batcher:
+        counted = Counted(batcher)
+        with pytest.raises(kind) as caught:
+            await _ask(batcher, fn, 1)
+        counted.check("failed", caught.value)
+
+
+async def test_pool_does_not_open() -> None:
+    pool = ReplicaPool(Scale(2.0, _fail(RuntimeError("no memory"))), ["cpu"], warmup=X)
+    counted = Counted(batcher := Batcher(pool))
+    with pytest.raises(RuntimeError, match="no memory") as caught:
+        await batcher(X[0])
+    counted.check("failed", caught.value)
+    await pool.aclose()
+
+
+async def test_pool_is_closed() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    await pool.aclose()
+    counted = Counted(batcher := Batcher(pool))
+    with pytest.raises(aiopar.ServiceClosed) as caught:
+        await batcher(torch.ones(2))
+    counted.check("rejected", caught.value, "closed")
+
+
+@pytest.mark.parametrize("outcome", ["expired", "cancelled"])
+async def test_caller_leaves_while_the_pool_opens(outcome: str) -> None:
+    gate, errors = Gate(), list[BaseException]()
+    pool = ReplicaPool(Scale(2.0, lambda _: gate()), ["cpu"], warmup=X)
+    counted = Counted(batcher := Batcher(pool))
+
+    async def ask() -> None:
+        try:
+            await batcher(X[0], timeout=0.01 if outcome == "expired" else None)
+        except BaseException as error:
+            errors.append(error)
+            if outcome == "cancelled":
+                raise
+
+    async with anyio.create_task_group() as opening:
+        with gate:
+            opening.start_soon(pool.__aenter__)
+            await gate.entered()
+            began = monotonic()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await anyio.wait_all_tasks_blocked()
+                blocked = monotonic()
+                if outcome == "cancelled":
+                    tasks.cancel_scope.cancel()
+            gate.open()
+    counted.check(outcome, errors[0])
+    [(item, _)] = counted.watcher.of("completed")
+    assert began <= item.arrived <= blocked
+    await batcher.aclose()
+    await pool.aclose()
+
+
+async def test_opening_a_batcher_is_not_a_request() -> None:
+    pool = ReplicaPool(nn.Linear(2, 2), ["cpu"])
+    await pool.aclose()
+    counted = Counted(batcher := Batcher(pool))
+    with pytest.raises(aiopar.ServiceClosed):
+        await batcher.__aenter__()
+    assert counted.watcher.names == []
+    assert batcher.stats().rejected == {}

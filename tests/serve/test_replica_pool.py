@@ -1,8 +1,6 @@
 """`ReplicaPool`: calls, the caller's state, statistics."""
 
 import asyncio
-from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
 import anyio
@@ -18,18 +16,21 @@ from tests.lost_loops import closed_under_tasks
 from tests.nn.sample_modules import WithAttributes
 from tests.workers import Workers
 
+from .batches import on_asyncio
 from .replicas import (
     CPUS,
     BadInput,
     Scale,
     Where,
     X,
-    answers_of_all,
     held,
     in_service,
     named,
     open_pool,
 )
+
+pytestmark = pytest.mark.anyio
+
 
 Devices = tuple[torch.device, ...]
 ON_RAY = True
@@ -85,7 +86,7 @@ async def call_all(pool: ReplicaPool[Any], inputs: list[Any]) -> list[Any]:
 
 
 class TestCalls:
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_answer_is_that_of_the_module(self, devices: Devices) -> None:
         module = Structured()
         with torch.inference_mode():
@@ -98,7 +99,6 @@ class TestCalls:
                 assert torch.allclose(answer["y"].cpu(), expected, atol=1e-6)
                 assert answer["y"].is_inference()
 
-    @pytest.mark.anyio
     async def test_arguments_and_answer_may_be_nested(self, workers: Workers) -> None:
         module = Structured()
         async with open_pool(module, executor=workers) as pool:
@@ -106,23 +106,13 @@ class TestCalls:
         assert torch.equal(answer["y"], module({"x": X}, shift=[torch.ones(4)])["y"])
         assert answer["device"] == torch.device("cpu")
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_parameters_are_parameters_with_their_attributes(self, workers: Workers) -> None:
         async with open_pool(WithAttributes(), executor=workers) as pool:
             assert await pool() == [True, True, True, False]
             await pool.load_state_dict(WithAttributes().state_dict())
             assert await pool() == [True, True, True, False]
 
-    @pytest.mark.asyncio
-    async def test_each_replica_gets_its_inputs_on_its_device(self, devices: Devices) -> None:
-        module = Scale(2.0)
-        async with ReplicaPool(module, devices) as pool:
-            assert [stats.device for stats in pool.stats().replicas] == list(map(str, devices))
-            answers = await answers_of_all(pool, module, X)
-            found = sorted(str(first.device) for first, _ in answers)
-            assert found == sorted(map(str, devices))
-
-    @pytest.mark.anyio
     async def test_batch_goes_whole_to_the_least_loaded_replica(self, workers: Workers) -> None:
         gate = Gate()
         async with open_pool(Where(gate), executor=workers) as pool:
@@ -135,7 +125,6 @@ class TestCalls:
             assert loads == [1, 1]
             assert len({await pool("x") for _ in range(4)}) == 1
 
-    @pytest.mark.anyio
     async def test_replica_runs_one_call_at_a_time(self, workers: Workers) -> None:
         running: list[int] = []
         most: list[int] = []
@@ -149,7 +138,6 @@ class TestCalls:
             await call_all(pool, [X] * 32)
         assert most == [1] * 32
 
-    @pytest.mark.anyio
     async def test_error_of_the_module_keeps_its_type_and_names_the_replica(
         self, workers: Workers
     ) -> None:
@@ -159,7 +147,6 @@ class TestCalls:
             assert caught.value.__notes__ == [f"in {named(pool, 0)}"]
             assert in_service(pool) == [0, 1]
 
-    @pytest.mark.anyio
     async def test_call_that_is_cancelled_in_the_queue_is_dropped(self, workers: Workers) -> None:
         gate = Gate()
         async with open_pool(Where(gate), on=["cpu"], executor=workers) as pool:
@@ -175,7 +162,7 @@ class TestCalls:
             assert gate.count == 1
             assert pool.stats().replicas[0].completed == 1
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_function_on_a_worker_may_wait_for_an_open_pool(self) -> None:
         async with ReplicaPool(Scale(2.0), CPUS) as pool:
             first, _ = await aiopar.run_sync(lambda: aiopar.wait(pool(X)))
@@ -185,11 +172,8 @@ class TestCalls:
             await aiopar.run_sync(lambda: aiopar.wait(closed(X)))
 
 
-_tag: ContextVar[str] = ContextVar("tag", default="none")
-
-
 class TestCallersState:
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_grad_mode_is_the_callers_without_inference_mode(self) -> None:
         x, module = X.clone().requires_grad_(), Scale(2.0)
         async with ReplicaPool(module, CPUS, inference_mode=False) as pool:
@@ -202,7 +186,7 @@ class TestCallersState:
             assert not first.is_inference()
             assert not module.copies[0].weight.requires_grad
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_replicas_made_under_inference_mode_have_normal_tensors(self) -> None:
         with torch.inference_mode():
             first_use = ReplicaPool(Scale(2.0), CPUS, inference_mode=False)(X)
@@ -215,17 +199,6 @@ class TestCallersState:
         assert not module.copies[1].twin.is_inference()
         await pool.aclose()
 
-    @pytest.mark.anyio
-    async def test_state_is_captured_when_the_call_is_made(self) -> None:
-        async with open_pool(Scale(2.0, lambda _: seen.append(_tag.get()))) as pool:
-            seen: list[str] = []
-            token = _tag.set("mine")
-            call = pool(X)
-            _tag.reset(token)
-            await call
-            assert seen == ["mine"]
-
-    @pytest.mark.anyio
     async def test_executor_is_the_current_one_of_the_first_use(self, workers: Workers) -> None:
         gate = Gate()
         gate.open()
@@ -236,7 +209,6 @@ class TestCallersState:
         await pool.aclose()
         assert await workers.run_sync(len, "ab") == 2
 
-    @pytest.mark.anyio
     @pytest.mark.parametrize("inference_mode", [True, False])
     async def test_modes_are_those_of_the_call(
         self, workers: Workers, inference_mode: bool
@@ -248,7 +220,7 @@ class TestCallersState:
             assert await pool(X) == (inference_mode, not inference_mode, False)
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_stats(devices: Devices) -> None:
     def fail(x: Tensor) -> None:
         if x.ndim == 1:
@@ -268,7 +240,6 @@ async def test_stats(devices: Devices) -> None:
     assert sum(stats.busy_seconds for stats in replicas) > 0
 
 
-@pytest.mark.anyio
 async def test_module_of_the_user_is_never_changed(workers: Workers) -> None:
     module = Statistical()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -307,16 +278,3 @@ def test_loop_that_is_closed_while_it_opens_the_pool(opened_again: bool) -> None
         gate.open()
         other.run(main())
     assert not call.done()
-
-
-def test_pool_outlives_the_loop_that_opened_it(workers: Workers) -> None:
-    pool = ReplicaPool(Scale(2.0), executor=workers)
-
-    async def call() -> Tensor:
-        first: Tensor = (await pool(X))[0]
-        return first
-
-    for run in (asyncio.run, asyncio.run):
-        runner: Callable[..., Tensor] = run
-        assert torch.equal(runner(call()), 2 * X)
-    asyncio.run(pool.aclose())

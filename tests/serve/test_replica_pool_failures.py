@@ -14,6 +14,7 @@ from aiopar.serve import ReplicaPool
 from aiopar.testing import Gate
 from tests.workers import Workers
 
+from .batches import on_asyncio, until
 from .replicas import (
     CPUS,
     RUNNERS,
@@ -28,8 +29,10 @@ from .replicas import (
     named,
     open_pool,
     states,
-    until,
 )
+
+pytestmark = pytest.mark.anyio
+
 
 BAD = -X - 1
 WARMUP = torch.zeros(1, 2)
@@ -60,7 +63,6 @@ class Warmups:
 
 
 class TestBrokenReplica:
-    @pytest.mark.anyio
     async def test_its_call_is_tried_on_another_replica_and_it_is_rebuilt(
         self, workers: Workers
     ) -> None:
@@ -77,32 +79,12 @@ class TestBrokenReplica:
                 assert torch.equal(await pool(X), expected(module))
                 await rebuild.entered()
                 assert in_service(pool) == [1]
-            await until(pool, lambda: in_service(pool) == [0, 1])
+            await until(lambda: in_service(pool) == [0, 1])
             assert torch.equal(await pool(X), expected(module))
             first, second = pool.stats().replicas
         assert (first.completed, first.failed, first.rebuilds) == (1, 1, 1)
         assert (second.completed, second.failed, second.rebuilds) == (1, 0, 0)
 
-    @pytest.mark.anyio
-    async def test_no_call_is_lost_under_load(self, workers: Workers) -> None:
-        module, done = Fragile(), False
-
-        async def client() -> None:
-            while not done:
-                assert torch.equal(await pool(X), expected(module))
-
-        async with open_pool(module, executor=workers, warmup=WARMUP) as pool:
-            async with anyio.create_task_group() as tasks:
-                for _ in range(64):
-                    tasks.start_soon(client)
-                for times in range(1, 6):
-                    break_copy(module, 0 if times == 1 else -1)  # the latest copy of replica 0
-                    await until(pool, lambda: pool.stats().replicas[0].rebuilds == times)  # noqa: B023
-                done = True
-            assert in_service(pool) == [0, 1]
-            assert pool.stats().replicas[1].failed == 0
-
-    @pytest.mark.anyio
     async def test_calls_in_its_queue_go_to_another_replica_without_a_run(
         self, workers: Workers
     ) -> None:
@@ -123,7 +105,6 @@ class TestBrokenReplica:
             assert all(torch.equal(answer, expected(module)) for answer in answers)
             assert [stats.failed for stats in pool.stats().replicas] == [1, 0]
 
-    @pytest.mark.anyio
     async def test_only_replica_is_unavailable_until_it_is_rebuilt(self, workers: Workers) -> None:
         module, gate = Fragile(), Gate()
         async with open_pool(module, executor=workers, on=["cpu"], warmup=WARMUP) as pool:
@@ -139,10 +120,9 @@ class TestBrokenReplica:
                 with pytest.raises(aiopar.ReplicaUnavailable, match="1 rebuilding, 0 retired"):
                     await pool(X)
                 gate.open()
-            await until(pool, lambda: pool.ready)
+            await until(lambda: pool.ready)
             assert torch.equal(await pool(X), expected(module))
 
-    @pytest.mark.anyio
     async def test_error_of_the_second_try_is_raised(self, workers: Workers) -> None:
         module = Fragile()
         async with open_pool(module, executor=workers, warmup=WARMUP) as pool:
@@ -151,11 +131,10 @@ class TestBrokenReplica:
             with pytest.raises(Broken) as caught:
                 await pool(X)
             assert caught.value.__notes__ == [f"in {named(pool, 1)}"]
-            await until(pool, lambda: in_service(pool) == [0, 1])
+            await until(lambda: in_service(pool) == [0, 1])
 
 
 class TestHealthCheck:
-    @pytest.mark.anyio
     @pytest.mark.parametrize("batched", [True, False])
     async def test_bad_inputs_are_not_the_replicas_fault_and_run_the_warmup_once(
         self, workers: Workers, batched: bool
@@ -182,7 +161,6 @@ class TestHealthCheck:
             # The 8 inputs run once; on a slow machine perhaps twice.
             assert 8 <= warmups.count - before <= 16
 
-    @pytest.mark.anyio
     async def test_a_replica_that_breaks_after_a_bad_input_is_found(self, workers: Workers) -> None:
         module = Fragile()
         async with open_pool(module, executor=workers, on=["cpu"], warmup=WARMUP) as pool:
@@ -197,10 +175,10 @@ class TestHealthCheck:
 
             with anyio.fail_after(60), pytest.raises(aiopar.ReplicaUnavailable):
                 await call_again_and_again()
-            await until(pool, lambda: pool.ready)
+            await until(lambda: pool.ready)
             assert torch.equal(await pool(X), expected(module))
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_warmup_is_tried_after_max_failures_in_a_row(self, workers: Workers) -> None:
         module = Fragile()
         warmups = Warmups(module)
@@ -218,7 +196,7 @@ class TestHealthCheck:
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X)
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_without_a_warmup_no_replica_counts_as_broken(self, workers: Workers) -> None:
         module = Fragile()
         async with open_pool(module, executor=workers) as pool:
@@ -229,7 +207,7 @@ class TestHealthCheck:
                     await pool(X)
             assert in_service(pool) == [0, 1]
 
-    @pytest.mark.asyncio
+    @on_asyncio
     @pytest.mark.parametrize("error", [torch.OutOfMemoryError, aiopar.InvalidInput])
     async def test_errors_that_say_nothing_about_the_replica(
         self, workers: Workers, error: type[Exception]
@@ -251,7 +229,7 @@ class TestHealthCheck:
             with pytest.raises(aiopar.ReplicaUnavailable):
                 await pool(X + 1)
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_warmup_that_runs_out_of_memory_proves_nothing(self, workers: Workers) -> None:
         module = Fragile()
 
@@ -267,7 +245,6 @@ class TestHealthCheck:
 
 
 class TestRebuilding:
-    @pytest.mark.anyio
     async def test_failed_rebuild_is_tried_again(
         self, workers: Workers, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -286,10 +263,9 @@ class TestRebuilding:
                 await anyio.lowlevel.checkpoint()
             assert states(pool) == ["rebuilding"]
             failing.clear()
-            await until(pool, lambda: pool.ready)
+            await until(lambda: pool.ready)
             assert pool.stats().replicas[0].rebuilds == 1
 
-    @pytest.mark.anyio
     @pytest.mark.parametrize("moment", ["warming up", "between two tries"])
     async def test_closing_the_pool_ends_a_rebuild(
         self, workers: Workers, moment: str, caplog: pytest.LogCaptureFixture
@@ -320,30 +296,6 @@ class TestRebuilding:
             assert states(pool) == ["closed"]
 
 
-class Falsy(Exception):
-    def __bool__(self) -> bool:
-        return False
-
-
-def raise_falsy(_: Tensor) -> None:
-    raise Falsy
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("batched", [True, False])
-async def test_error_whose_bool_is_false(workers: Workers, batched: bool) -> None:
-    """Some errors hold a collection, and are false when it is empty."""
-    module = Fragile()
-    async with (
-        open_pool(module, executor=workers, warmup=WARMUP) as pool,
-        aiopar.Batcher(pool) as batcher,
-    ):
-        await batcher(X[0])
-        module.on_call.append(raise_falsy)
-        with pytest.raises(Falsy):
-            await (batcher(X[0]) if batched else pool(X))
-
-
 @pytest.mark.parametrize("first", RUNNERS)
 @pytest.mark.parametrize("second", RUNNERS)
 def test_replica_breaks_in_another_loop_than_that_which_opened_the_pool(
@@ -369,7 +321,6 @@ def lose_device(_: Tensor) -> None:
 
 
 class TestLostDevice:
-    @pytest.mark.anyio
     async def test_all_replicas_on_the_device_are_retired(self) -> None:
         module = Fragile()
         async with open_pool(module, warmup=WARMUP) as pool:
@@ -388,7 +339,7 @@ class TestLostDevice:
                 await pool.swap(Fragile())
         assert (states(pool), pool.alive) == (["retired"] * 2, False)
 
-    @pytest.mark.asyncio
+    @on_asyncio
     @pytest.mark.parametrize("moment", ["health check", "rebuilding", "swap"])
     async def test_device_that_is_lost_in_a_warmup(self, moment: str) -> None:
         module, answered = Fragile(), Gate()
@@ -409,14 +360,13 @@ class TestLostDevice:
                 break_copy(module, 0)
                 with answered:
                     assert torch.equal(await pool(X), expected(module))
-                await until(pool, lambda: not pool.alive)
+                await until(lambda: not pool.alive)
             else:
                 with pytest.raises(torch.AcceleratorError):
                     await pool.swap(module)
             assert states(pool) == ["retired"] * 2
 
     @pytest.mark.sim
-    @pytest.mark.anyio
     async def test_another_device_answers(self) -> None:
         lost: list[int] = []
 

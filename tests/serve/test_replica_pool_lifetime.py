@@ -20,7 +20,11 @@ from tests.home import AtHome, labels, places
 from tests.programs import run
 from tests.workers import MakeWorkers, Workers
 
+from .batches import on_asyncio
 from .replicas import CPUS, RUNNERS, BadInput, Scale, Where, X, held, open_pool, states
+
+pytestmark = pytest.mark.anyio
+
 
 CPU = torch.device("cpu")
 
@@ -41,7 +45,7 @@ async def _places(gate: Gate, *pools: ReplicaPool[Any]) -> set[Any]:
 
 
 class TestWorkers:
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_default_executor_grows(self) -> None:
         gate = Gate()
         pool = ReplicaPool(Where(gate), ["cpu"] * 5)
@@ -50,7 +54,7 @@ class TestWorkers:
             assert [stats.index for stats in pool.stats().replicas] == list(range(5))
             assert len(await _places(gate, pool)) == 5
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_executor_with_too_few_workers(self) -> None:
         too_few = pytest.raises(ValueError, match=r"need 2 workers there.*the executor has 1")
         with aiopar.DeviceExecutor(["cpu"]) as executor:
@@ -62,7 +66,7 @@ class TestWorkers:
             with too_few:
                 await call
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_two_pools_on_one_executor_take_different_workers(
         self, make_workers: MakeWorkers
     ) -> None:
@@ -113,7 +117,6 @@ class Record(nn.Module):
 
 
 class TestOpening:
-    @pytest.mark.anyio
     async def test_first_use_opens_the_pool_and_later_uses_wait(self, workers: Workers) -> None:
         gate = Gate()
 
@@ -135,7 +138,6 @@ class TestOpening:
         assert sum(stats.completed for stats in pool.stats().replicas) == 8
         await pool.aclose()
 
-    @pytest.mark.anyio
     @pytest.mark.parametrize(
         ("warmup", "expected"),
         [
@@ -153,7 +155,6 @@ class TestOpening:
         async with ReplicaPool(Record(seen), executor=workers, warmup=warmup):
             assert repr(seen) == repr(expected * 2)
 
-    @pytest.mark.anyio
     async def test_failing_warmup_is_raised_and_the_next_use_tries_again(
         self, workers: Workers
     ) -> None:
@@ -174,7 +175,6 @@ class TestOpening:
         assert torch.equal((await pool(X))[0], 2 * X)
         await pool.aclose()
 
-    @pytest.mark.anyio
     async def test_cancelled_call_does_not_stop_the_opening_for_others(
         self, workers: Workers
     ) -> None:
@@ -197,7 +197,6 @@ class TestOpening:
         assert len(answers) == 1
         await pool.aclose()
 
-    @pytest.mark.anyio
     async def test_cancelled_async_with_stops_the_opening(self, workers: Workers) -> None:
         gate = Gate()
         pool = ReplicaPool(Scale(2.0, lambda _: gate()), executor=workers, warmup=torch.zeros(1))
@@ -241,7 +240,6 @@ class TestOpening:
         """)
         assert (code, out) == (0, "tensor([1.])\n0\n"), err
 
-    @pytest.mark.anyio
     @pytest.mark.usefixtures("_dynamo")
     async def test_replicas_that_may_compile_are_warmed_up_one_at_a_time(self) -> None:
         gate, running, most, held = Gate(), [0], [], []
@@ -275,7 +273,6 @@ class TestOpening:
 
 
 class TestClosing:
-    @pytest.mark.anyio
     async def test_calls_and_batches_in_flight_are_awaited_and_new_calls_refused(
         self, workers: Workers
     ) -> None:
@@ -304,7 +301,6 @@ class TestClosing:
                 with pytest.raises(aiopar.ServiceClosed):
                     await verb
 
-    @pytest.mark.anyio
     @pytest.mark.parametrize(
         "how",
         [
@@ -335,7 +331,6 @@ class TestClosing:
         assert outcomes.pop("queued") == "closed"
         assert outcomes["running"] in await places(workers)
 
-    @pytest.mark.anyio
     async def test_close_while_the_pool_opens(self, workers: Workers) -> None:
         gate = Gate()
         pool = ReplicaPool(Scale(2.0, lambda _: gate()), executor=workers, warmup=X)
@@ -356,18 +351,8 @@ class TestClosing:
         assert refused == ["closed"] * 2
         assert gate.count == 1
 
-    @pytest.mark.anyio
-    async def test_close_before_the_pool_was_opened(self, workers: Workers) -> None:
-        pool = ReplicaPool(Scale(2.0), executor=workers)
-        await pool.aclose()
-        with pytest.raises(aiopar.ServiceClosed):
-            await pool(X)
-        async with pool:
-            await pool(X)
-
 
 class TestReopening:
-    @pytest.mark.anyio
     async def test_new_replicas_of_the_latest_module_are_made_once(self, workers: Workers) -> None:
         warmed_up: list[str] = []
         pool = ReplicaPool(Scale(2.0), executor=workers, warmup=X)
@@ -411,7 +396,6 @@ class TestReopening:
         RUNNERS[second](pool.aclose)
         RUNNERS[second](main)
 
-    @pytest.mark.anyio
     async def test_while_calls_of_the_first_run_go_on(self, workers: Workers) -> None:
         gate, answers = Gate(), list[Any]()
 
@@ -432,7 +416,6 @@ class TestReopening:
                 assert len(answers) == 2
                 assert (pool.ready, states(pool)) == (True, ["ready"])
 
-    @pytest.mark.anyio
     async def test_a_swap_that_has_begun_before_the_end_fails(self, workers: Workers) -> None:
         gate, failed = Gate(), list[str]()
         old, new = Scale(2.0), Scale(3.0, lambda _: gate())

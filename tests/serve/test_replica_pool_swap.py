@@ -16,6 +16,7 @@ from aiopar.testing import Gate
 from tests.lost_loops import closed_under_tasks
 from tests.workers import Workers
 
+from .batches import on_asyncio, until
 from .replicas import (
     BadInput,
     Broken,
@@ -30,8 +31,10 @@ from .replicas import (
     named,
     open_pool,
     states,
-    until,
 )
+
+pytestmark = pytest.mark.anyio
+
 
 Devices = tuple[torch.device, ...]
 
@@ -55,7 +58,6 @@ def factor(answer: tuple[Tensor, Tensor]) -> float:
     return first
 
 
-@pytest.mark.anyio
 async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights(workers: Workers) -> None:
     gate = Gate()
     answers: dict[str, float] = {}
@@ -73,7 +75,6 @@ async def test_answer_comes_wholly_from_old_or_wholly_from_new_weights(workers: 
     assert answers == {"held between its two halves": 1.0, "after": 2.0}
 
 
-@pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["load_state_dict", "swap"])
 async def test_no_answer_is_lost_or_late_under_load(workers: Workers, verb: str) -> None:
     latest = [0.0]
@@ -102,7 +103,7 @@ async def test_no_answer_is_lost_or_late_under_load(workers: Workers, verb: str)
     assert sum(stats.in_flight for stats in replicas) == 0
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_every_replica_gets_the_new_weights(devices: Devices) -> None:
     module = Scale(1.0)
     async with ReplicaPool(module, devices, warmup=X) as pool:
@@ -123,7 +124,6 @@ async def test_every_replica_gets_the_new_weights(devices: Devices) -> None:
 
 
 class TestLoadStateDict:
-    @pytest.mark.anyio
     async def test_state_dict_that_does_not_fit_changes_nothing(self, workers: Workers) -> None:
         module = Scale(1.0)
         async with open_pool(module, executor=workers) as pool:
@@ -134,7 +134,7 @@ class TestLoadStateDict:
                 await pool.load_state_dict([])  # type: ignore[arg-type]  # what is tested
             assert float(module.twin) == 1.0
 
-    @pytest.mark.asyncio
+    @on_asyncio
     async def test_keeps_the_current_weights_of_missing_keys_and_returns_the_keys(self) -> None:
         async with open_pool(Scale(1.0), inference_mode=False) as pool:
             await pool.swap(Scale(2.0))
@@ -153,7 +153,6 @@ class TestLoadStateDict:
 
 
 class TestSwap:
-    @pytest.mark.anyio
     async def test_module_that_fails_the_warmup_is_not_put_in_place(self, workers: Workers) -> None:
         def fail(_: Tensor) -> None:
             raise BadInput("cold")
@@ -167,7 +166,6 @@ class TestSwap:
             await pool.swap(Scale(3.0))  # a later swap is not held up
             assert factor(await pool(X)) == 3.0
 
-    @pytest.mark.anyio
     async def test_wrong_modules_are_refused_at_once(self, workers: Workers) -> None:
         async with open_pool(Scale(1.0), executor=workers) as pool:
             with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got dict"):
@@ -175,7 +173,6 @@ class TestSwap:
             with pytest.raises(ValueError, match="uninitialized parameters"):
                 _ = pool.swap(nn.LazyLinear(2))
 
-    @pytest.mark.anyio
     async def test_concurrent_swaps_are_done_one_after_the_other(self, workers: Workers) -> None:
         warmed: list[float] = []
         gate = Gate()
@@ -194,7 +191,6 @@ class TestSwap:
             warmed.clear()
             assert factor(await pool(X)) == 4.0
 
-    @pytest.mark.anyio
     async def test_swap_opens_the_pool_and_one_replica_serves_while_the_other_is_warmed_up(
         self, workers: Workers
     ) -> None:
@@ -208,7 +204,6 @@ class TestSwap:
                 assert factor(await pool(X)) == 2.0
             assert factor(await pool(X)) == 3.0
 
-    @pytest.mark.anyio
     async def test_swap_waits_for_a_rebuild(self, workers: Workers) -> None:
         gate, old, new = Gate(), Fragile(), Fragile()
         with torch.inference_mode():
@@ -225,11 +220,10 @@ class TestSwap:
                     assert in_service(pool) == [1]
                     gate.open()
             assert in_service(pool) == [0, 1]
-            await until(pool, lambda: is_idle(workers))  # also the worker that has rebuilt
+            await until(lambda: is_idle(workers))  # also the worker that has rebuilt
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
-    @pytest.mark.anyio
     @pytest.mark.parametrize("broken", [0, 1])
     async def test_replica_that_breaks_during_a_swap_gets_the_new_module(
         self, workers: Workers, broken: int
@@ -246,11 +240,10 @@ class TestSwap:
                 tasks.start_soon(pool, X)
                 await anyio.wait_all_tasks_blocked()
             # A replica is in service a moment before its worker has ended the rebuild.
-            await until(pool, lambda: in_service(pool) == [0, 1] and is_idle(workers))
+            await until(lambda: in_service(pool) == [0, 1] and is_idle(workers))
             for answer in await answers_of_all(pool, new, X):
                 assert torch.equal(answer, expected)
 
-    @pytest.mark.anyio
     async def test_swap_brings_back_replicas_that_cannot_be_rebuilt(self, workers: Workers) -> None:
         broken = Fragile()
 
@@ -285,7 +278,6 @@ class WithLock(Scale):
             return super(WithLock, self.scales[0]).forward(x)
 
 
-@pytest.mark.anyio
 async def test_attributes_that_cannot_be_copied_are_shared() -> None:
     module = WithLock(1.0)
     async with open_pool(nn.Sequential(module)) as pool:
@@ -295,7 +287,6 @@ async def test_attributes_that_cannot_be_copied_are_shared() -> None:
     assert module.weight == module.twin == 1
 
 
-@pytest.mark.anyio
 async def test_module_that_cannot_be_copied() -> None:
     module = Scale(1.0)
     module.twin = module.weight * 1  # a buffer: to share it would change the module

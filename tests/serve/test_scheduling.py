@@ -124,19 +124,6 @@ async def test_each_batch_is_one_call_of_the_executor() -> None:
         assert (worker.completed, worker.queued, worker.running) == (3, 0, 0)
 
 
-async def test_an_executor_that_is_shut_down_fails_what_waits() -> None:
-    async with (
-        aiopar.DeviceExecutor(["cpu"]) as executor,
-        busy(workers=executor, max_batch_size=1) as callers,
-    ):
-        await callers.queue("waits", "waits too")
-        executor.shutdown(wait=False)
-        callers.gate.open()
-        await until(lambda: len(callers.outcomes) == 3)
-        assert callers.outcomes.pop("first") == "first"
-        assert {type(one) for one in callers.outcomes.values()} == {aiopar.ExecutorShutdown}
-
-
 async def test_a_batch_that_fails_while_its_executor_shuts_down_is_still_split() -> None:
     def check(item: str) -> str:
         if item == "bad":

@@ -3,21 +3,38 @@
 import asyncio
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from torch import nn
 
-from aiopar import DeviceExecutor
+from aiopar import DeviceExecutor, use_executor
 from aiopar.errors import InvalidInput, OutputMismatch
+from aiopar.serve import Batcher, ReplicaPool
+from tests.home import AtHome
 
-from .batches import LONG, Bad, open_batcher, outcomes_of
+from .batches import Bad
+from .coroutines import coroutine
+from .streams import full, of_kind
 
 
 class Worse(Exception):
     pass
+
+
+class Calls(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, fn: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self._fn = AtHome(fn)
+
+    def forward(self, batch: Any) -> Any:
+        return self._fn(batch)
 
 
 class Batch:
@@ -28,16 +45,39 @@ class Batch:
         count: int,
         compute: Callable[[list[int]], object],
         workers: DeviceExecutor | None = None,
+        kind: str = "function",
     ) -> None:
         self.runs: list[list[int]] = []
         self.outcomes: dict[int, Any] = {}
         self._compute = compute
-        asyncio.run(self._run(count, workers))
+        asyncio.run(self._run(count, workers, kind))
 
-    async def _run(self, count: int, workers: DeviceExecutor | None) -> None:
-        options: dict[str, Any] = {"max_batch_size": count, "max_queue_delay": LONG}
-        async with open_batcher(workers, self._function, **options) as batcher:
-            self.outcomes = dict(enumerate(await outcomes_of(batcher, range(count))))
+    async def _run(self, count: int, workers: DeviceExecutor | None, kind: str) -> None:
+        make: dict[str, Callable[[], Any]] = {
+            "function": lambda: AtHome(self._function),
+            "pool": lambda: ReplicaPool(Calls(self._function), ["cpu", "cpu"]),
+            "coroutine function": lambda: coroutine(self._function),
+        }
+        fn: Any = make[kind]() if kind in make else of_kind(kind, self._generate)
+        async with AsyncExitStack() as stack:
+            if workers is not None:
+                stack.enter_context(use_executor(workers))
+            if kind == "pool":
+                await stack.enter_async_context(fn)
+            batcher = await stack.enter_async_context(Batcher(fn, **full(count)))
+            await asyncio.gather(*[self._call(batcher, kind, item) for item in range(count)])
+
+    async def _call(self, batcher: Batcher[Any, Any], kind: str, item: int) -> None:
+        try:
+            if "generator" in kind:
+                [self.outcomes[item]] = [part async for part in batcher.stream(item)]
+            else:
+                self.outcomes[item] = await batcher(item)
+        except Exception as error:  # noqa: BLE001  # to be looked at
+            self.outcomes[item] = error
+
+    def _generate(self, items: list[int]) -> Generator[list[int]]:
+        yield self._function(items)
 
     def _function(self, items: list[int]) -> list[int]:
         self.runs.append(items)
@@ -125,10 +165,16 @@ def test_the_parts_of_a_batch(
     assert batch.sizes == sizes
 
 
+KINDS = ["function", "coroutine function", "generator", "async generator", "pool"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @given(count=st.integers(1, 40), data=st.data())
-def test_only_bad_items_fail_and_no_item_runs_too_often(count: int, data: st.DataObject) -> None:
+def test_only_bad_items_fail_and_no_item_runs_too_often(
+    kind: str, count: int, data: st.DataObject
+) -> None:
     bad = data.draw(st.sets(st.integers(0, count - 1)))
-    batch = Batch(count, failing(*bad))
+    batch = Batch(count, failing(*bad), kind=kind)
     assert {*batch.errors} == bad
     assert bad <= {items[0] for items in batch.runs if len(items) == 1}
     for n in range(count):

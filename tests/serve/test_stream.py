@@ -1,7 +1,9 @@
-"""`Batcher.stream`: its parts, its queue, and what it refuses."""
+"""`Batcher.stream`: its parts, its steps, its queue, and what it refuses."""
 
+import contextvars
 import functools
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -11,12 +13,25 @@ from torch import Tensor
 
 import aiopar
 from aiopar.serve import Batcher
+from aiopar.testing import Gate
 from tests import simdevice
 
 from .batches import LONG, until
-from .streams import ENDLESS, Counting, Readers, counted, full, held, idle, reading
+from .streams import (
+    ENDLESS,
+    Counting,
+    Readers,
+    counted,
+    full,
+    held,
+    idle,
+    one_worker,
+    reading,
+    settled,
+)
 
 pytestmark = pytest.mark.anyio
+
 
 Devices = tuple[torch.device, ...]
 
@@ -135,14 +150,6 @@ async def test_callable_objects_modules_and_partials_stream() -> None:
 # The queue: as for `await batcher(item)`.
 
 
-async def test_a_deadline_that_passes_in_the_queue(kind: str) -> None:
-    counting = Counting(ENDLESS)
-    async with Batcher(counting.of(kind), collate_fn=list) as batcher, held(batcher):
-        with pytest.raises(aiopar.DeadlineExceeded, match="in the queue"):
-            await anext(batcher.stream("late", timeout=0.01))
-    assert counting.batches == [["first"]]
-
-
 async def test_a_full_queue_refuses_on_entering_or_at_the_first_read(kind: str) -> None:
     options: dict[str, Any] = {"collate_fn": list, "max_pending": 1}
     async with Batcher(Counting().of(kind), **options) as batcher, held(batcher):
@@ -154,21 +161,6 @@ async def test_a_full_queue_refuses_on_entering_or_at_the_first_read(kind: str) 
                 await anext(stream)
             assert [part async for part in stream] == []
         assert batcher.stats().rejected == {"queue_full": 2}
-
-
-async def test_keys_costs_and_priorities(kind: str) -> None:
-    counting = Counting(1)
-    options: dict[str, Any] = {"batch_key": len, "cost": len, "max_batch_cost": 6}
-    async with Batcher(counting.of(kind), collate_fn=list, **options) as batcher:
-        with pytest.raises(aiopar.InvalidInput, match="costs 7"):
-            await anext(batcher.stream("a" * 7))
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            async with held(batcher):
-                await readers.queue("aa", "bb", "c")
-                await readers.queue("ddd", priority=-1)
-                await readers.queue("ee", "ff")
-    assert counting.batches[1:] == [["ddd"], ["aa", "bb", "ee"], ["c"], ["ff"]]
 
 
 # Refusals.
@@ -212,3 +204,90 @@ async def test_one_task_reads_at_a_time(kind: str) -> None:
             await stream.aclose()
         assert found == ["end"], "it has come to who was reading"
         assert batcher.stats().queued == 0
+
+
+# The state, the worker and the task of each step.
+
+
+def _thread_state() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.empty(0).device.type,
+        _VARIABLE.get(),
+    )
+
+
+_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
+
+
+async def test_a_generators_state_is_its_own_and_that_of_who_made_the_batcher() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+        seen.append(_thread_state())
+        with torch.device("meta"):
+            _VARIABLE.set(2)
+            yield batch
+            seen.append(_thread_state())
+            yield batch
+
+    async with one_worker() as executor:
+        _VARIABLE.set(1)
+        with torch.no_grad():
+            batcher = Batcher(generate, collate_fn=list)
+        _VARIABLE.set(0)
+        async with batcher, batcher.stream("a") as stream:
+            async for _ in stream:
+                assert await executor.run_sync(_thread_state) == (True, False, "cpu", 0)
+    assert seen == [(False, False, "cpu", 1), (False, False, "meta", 2)]
+
+
+@asynccontextmanager
+async def occupied(worker: aiopar.DeviceExecutor) -> AsyncIterator[None]:
+    """Hold a worker."""
+    with Gate() as gate:
+        held_up = worker.submit(gate)
+        await gate.entered()
+        yield
+    await held_up
+
+
+async def test_each_step_is_a_call_of_its_own_on_one_worker() -> None:
+    counting = Counting(ENDLESS)
+    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            batcher = Batcher(counting.generate, collate_fn=list)
+            async with batcher, batcher.stream("a", buffer=1) as stream:
+                await anext(stream)
+                [thread] = set(counting.steps)
+                own, other = (executor.on(worker=n ^ int(thread[-1])) for n in (0, 1))
+                async with occupied(other):
+                    for n in range(20):  # the worker is free between steps
+                        assert await executor.run_sync(str, n) == str(n)
+                        await anext(stream)
+                async with occupied(own):
+                    made = len(counting.steps)
+                    await anext(stream)
+                    await settled(executor)
+                    assert len(counting.steps) == made, "no other worker makes them"
+                await until(lambda: len(counting.steps) == made + 1)
+                async with occupied(own):
+                    await stream.aclose()
+                    await settled(executor)
+                    assert counting.closed == [], "nor closes the generator"
+    assert set(counting.steps) == set(counting.closed) == {thread}
+
+
+async def test_an_async_generator_runs_in_one_task_from_its_first_step_to_its_end() -> None:
+    async def generate(batch: list[str]) -> AsyncIterator[list[str]]:
+        # A cancel scope raises if it is left in another task than it was entered in.
+        with anyio.CancelScope():
+            async with anyio.create_task_group():
+                yield batch
+                yield batch
+
+    async with Batcher(generate, collate_fn=list) as batcher:
+        assert [part async for part in batcher.stream("a")] == ["a", "a"]
+        async with batcher.stream("b") as stream:
+            assert await anext(stream) == "b"

@@ -140,18 +140,3 @@ async def test_a_batch_runs_until_all_readers_have_left_it(kind: str) -> None:
                 await stream.aclose()
         await idle(batcher)
     assert counting.batches == [["a"]]
-
-
-@pytest.mark.parametrize("concurrency", [1, 2, 3])
-async def test_as_many_batches_stream_at_once_as_concurrency_says(
-    kind: str, concurrency: int
-) -> None:
-    counting = Counting(ENDLESS)
-    options: dict[str, Any] = {"max_batch_size": 1, "concurrency": concurrency}
-    batcher = Batcher(counting.of(kind), collate_fn=list, **options)
-    async with batcher, AsyncExitStack() as streams:
-        for item in range(4):
-            await streams.enter_async_context(batcher.stream(item, buffer=1))
-        await until(lambda: len(counting.steps) == concurrency)
-        stats = batcher.stats()
-        assert (stats.in_flight, stats.queued) == (concurrency, 4 - concurrency)

@@ -1,4 +1,4 @@
-"""Streams of a `Batcher` that end early: by `aclose`, its executor, or another party."""
+"""Streams that end early: by a caller that leaves, by `aclose`, the executor, or another party."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -13,9 +13,93 @@ from aiopar.serve import Batcher
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
 from .batches import until
-from .streams import ENDLESS, Counting, counted, full, one_worker, read_all, settled
+from .streams import ENDLESS, Counting, Readers, counted, full, idle, one_worker, read_all, settled
 
 pytestmark = pytest.mark.anyio
+
+
+async def broken_off(stream: Any, _: Counting) -> None:
+    async for _part in stream:
+        break
+
+
+async def closed(stream: Any, _: Counting) -> None:
+    await anext(stream)
+    await stream.aclose()
+    assert [part async for part in stream] == [], "it has ended"
+    await stream.aclose()
+
+
+async def left(stream: Any, _: Counting) -> None:
+    async with stream:
+        await anext(stream)
+
+
+async def failed(stream: Any, _: Counting) -> None:
+    with suppress(ZeroDivisionError):
+        async with stream:
+            await anext(stream)
+            raise ZeroDivisionError
+
+
+async def cancelled(stream: Any, _: Counting) -> None:
+    with anyio.CancelScope() as scope:
+        async for _part in stream:
+            scope.cancel()
+    # If the stream just ended, the output would look complete.
+    for _again in range(2):
+        with pytest.raises(RuntimeError, match="a read of this stream was cancelled"):
+            await anext(stream)
+
+
+async def never_read(stream: Any, counting: Counting) -> None:
+    await stream.__aenter__()
+    await until(lambda: bool(counting.steps))
+
+
+LEAVING = [broken_off, closed, left, failed, cancelled, never_read]
+
+
+@pytest.mark.parametrize("leave", LEAVING)
+async def test_when_nobody_is_left_the_generator_is_closed(
+    kind: str, leave: Callable[[Any, Counting], Any]
+) -> None:
+    counting = Counting(ENDLESS)
+    async with Batcher(counting.of(kind), collate_fn=list) as batcher:
+        await leave(batcher.stream("a", buffer=1), counting)
+        await until(lambda: len(counting.closed) == 1)
+        await until(lambda: batcher.stats().in_flight == 0)
+    assert set(counting.closed) == set(counting.steps), "where its steps were made"
+
+
+async def test_a_stream_that_leaves_the_queue_is_not_computed(kind: str) -> None:
+    counting = Counting(1)
+    async with Batcher(counting.of(kind), **full(2)) as batcher:
+        async with batcher.stream("gone") as stream:
+            assert batcher.stats().queued == 1
+            await stream.aclose()
+            assert batcher.stats().queued == 0
+        async with anyio.create_task_group() as tasks:
+            Readers(batcher, tasks).read("a", "b")
+    assert list(map(sorted, counting.batches)) == [["a", "b"]]
+
+
+async def test_a_deadline_is_that_of_the_whole_stream(kind: str) -> None:
+    counting = Counting(ENDLESS)
+    async with Batcher(counting.of(kind), collate_fn=list, timeout=0.05) as batcher:
+        with pytest.raises(aiopar.DeadlineExceeded):
+            async for _ in batcher.stream("a"):
+                pass
+        await idle(batcher)
+        async with batcher.stream("b", timeout=0.05) as stream:
+            await idle(batcher)
+            with pytest.raises(aiopar.DeadlineExceeded):
+                await anext(stream)  # not the parts that wait
+            assert [part async for part in stream] == []
+    assert len(counting.closed) == len(counting.batches)
+
+
+# `aclose`, the executor, and other parties.
 
 
 async def test_aclose_lets_streams_end(kind: str) -> None:

@@ -20,9 +20,12 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests.programs import run
 
-from .batches import Bad, busy, open_batcher, outcomes_of, until
+from .batches import Bad, busy, on_asyncio, until
 from .coroutines import Held
 from .replicas import Scale, answers_of_all, open_pool
+
+pytestmark = pytest.mark.anyio
+
 
 Event: TypeAlias = dict[str, Any]
 
@@ -139,7 +142,6 @@ async def read(path: Path) -> Timeline:
     return await anyio.to_thread.run_sync(Timeline, path)
 
 
-@pytest.mark.anyio
 async def test_items_lead_to_their_batch_and_back(path: Path) -> None:
     async with (
         aiopar.DeviceExecutor(["cpu"]) as executor,
@@ -161,7 +163,6 @@ async def test_items_lead_to_their_batch_and_back(path: Path) -> None:
     assert sorted(timeline.items) == sorted(ways)
 
 
-@pytest.mark.anyio
 async def test_a_call_has_a_bar_in_the_row_of_its_worker(
     path: Path, devices: tuple[torch.device, ...]
 ) -> None:
@@ -200,14 +201,12 @@ def test_a_call_inside_a_call_is_inside_its_bar_and_says_that_it_has_failed(path
     assert inside["end"] <= outside["end"]
 
 
-@pytest.mark.anyio
 async def test_a_worker_process_is_named_by_its_host(path: Path) -> None:
     async with aiopar.ProcessExecutor(["cpu"]) as executor, aiopar.trace(path):
         assert await executor.run_sync(abs, -1) == 1
     assert "abs" in (await read(path)).names("process:0/cpu")
 
 
-@pytest.mark.anyio
 async def test_calls_and_batches_of_a_pool_are_in_the_rows_of_its_replicas(path: Path) -> None:
     module = Scale(2.0)
     async with open_pool(module) as pool, Batcher(pool) as batcher, aiopar.trace(path):
@@ -221,7 +220,6 @@ async def test_calls_and_batches_of_a_pool_are_in_the_rows_of_its_replicas(path:
     assert sum(timeline.names(name) == ["answer"] for name in timeline.rows) == 1
 
 
-@pytest.mark.anyio
 async def test_batches_on_event_loops_that_overlap_have_two_rows(path: Path) -> None:
     held = Held()
     async with (
@@ -238,7 +236,6 @@ async def test_batches_on_event_loops_that_overlap_have_two_rows(path: Path) -> 
         assert timeline.names(row) == ["fn x 1"]
 
 
-@pytest.mark.anyio
 async def test_outcomes_of_items_without_an_output(path: Path) -> None:
     def fail(item: str) -> str:
         if item == "bad":
@@ -268,18 +265,7 @@ async def test_outcomes_of_items_without_an_output(path: Path) -> None:
     assert errors == [0, 1]
 
 
-@pytest.mark.asyncio
-async def test_calls_of_a_map_have_its_name(path: Path) -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
-        async with aiopar.trace(path):
-            assert [number async for number in aiopar.map(abs, [-1])] == [1]
-    timeline = await read(path)
-    # The workers of the stream have one queue: any of them takes the call.
-    assert any("map(abs)" in timeline.names(row) for row in timeline.rows)
-
-
 @pytest.mark.may_block("stalls are what it looks for")
-@pytest.mark.anyio
 async def test_a_stall_of_the_loop_is_drawn(path: Path) -> None:
     async with aiopar.trace(path):
         time.sleep(0.05)  # noqa: ASYNC251
@@ -305,7 +291,7 @@ def test_each_loop_has_a_row(path: Path) -> None:
     assert timeline.names("event loop in other") == ["fn", "fn: completed"]
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_a_loop_is_not_watched_after_the_block(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -374,38 +360,13 @@ def test_the_latest_events_are_kept(path: Path, caplog: pytest.LogCaptureFixture
     assert "only the latest 3 events" in record.getMessage()
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_an_item_whose_batch_was_dropped_has_no_arrow_to_it(path: Path) -> None:
     async with Batcher(torch.neg, name="fn") as batcher, aiopar.trace(path, max_events=1):
         await batcher(torch.ones(1))
     timeline = await read(path)
     assert timeline.rows in ([LOOP], [])  # empty if a stall was the last event
     assert all(len(way) == 2 for way in timeline.items)
-
-
-@pytest.mark.asyncio
-async def test_a_failed_batch_runs_in_parts_inside_its_bar(path: Path) -> None:
-    def fail(items: list[str]) -> list[str]:
-        if "bad" in items:
-            raise Bad
-        return items
-
-    gate = Gate()
-    async with (
-        aiopar.DeviceExecutor(["cpu"]) as executor,
-        open_batcher(executor, fail, name="fn") as batcher,
-        aiopar.trace(path),
-    ):
-        with gate:
-            held = executor.submit(gate)
-            await gate.entered()
-            results = asyncio.ensure_future(outcomes_of(batcher, ["a", "bad", "b", "c"]))
-            await until(lambda: batcher.stats().queued == 4)
-        await results
-        await held
-    timeline = await read(path)
-    [bar] = [bar for bar in timeline.bars("cpu:0") if "batcher" in bar["args"]]
-    assert (bar["name"], bar["args"]["outputs"], bar["args"]["errors"]) == ("fn x 4", 3, 1)
 
 
 def test_the_file_is_opened_before_the_block_runs(path: Path) -> None:

@@ -4,7 +4,7 @@ import contextvars
 import gc
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -21,9 +21,11 @@ import aiopar
 from aiopar.serve import Batcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
-from .batches import Callers, busy, until
+from .batches import Callers, busy, on_asyncio, until
 from .replicas import Fragile, break_copy, held, open_pool
-from .streams import Counting, counted, idle, one_worker, read_all, reading
+from .streams import Counting, counted, idle, of_kind, one_worker, read_all, reading
+
+pytestmark = pytest.mark.anyio
 
 
 class Traces:
@@ -65,7 +67,6 @@ class Requests(Callers):
             await super()._call(item, options)
 
 
-@pytest.mark.anyio
 async def test_spans_of_an_item_and_its_batch() -> None:
     traces = Traces()
     async with Batcher(torch.square, name="squares") as batcher:
@@ -97,7 +98,6 @@ async def test_spans_of_an_item_and_its_batch() -> None:
     assert sorted(times) == times  # type: ignore[type-var]  # they have ended
 
 
-@pytest.mark.anyio
 async def test_batch_is_linked_to_all_its_callers() -> None:
     traces = Traces()
     async with busy(name="fn") as callers:
@@ -114,7 +114,6 @@ async def test_batch_is_linked_to_all_its_callers() -> None:
     assert [spans_linked(span) for span in traces.of("queue fn")] == [[batch.context.span_id]] * 3
 
 
-@pytest.mark.anyio
 async def test_compute_is_the_current_span_only_in_the_function() -> None:
     seen: list[SpanContext] = []
 
@@ -137,7 +136,6 @@ async def test_compute_is_the_current_span_only_in_the_function() -> None:
     assert traces.one("batch fn").parent is None
 
 
-@pytest.mark.anyio
 async def test_each_run_of_a_split_batch_has_a_span() -> None:
     traces = Traces()
     async with busy(lambda item: item if item == "first" else 1 / item, name="fn") as callers:
@@ -160,7 +158,6 @@ async def test_each_run_of_a_split_batch_has_a_span() -> None:
     assert expected.items() <= (batch.attributes or {}).items()
 
 
-@pytest.mark.anyio
 async def test_items_without_a_batch_have_their_outcome() -> None:
     traces = Traces()
     async with busy(name="fn", max_pending=1) as callers:
@@ -181,7 +178,6 @@ async def test_items_without_a_batch_have_their_outcome() -> None:
     assert traces.of("batch fn") == []
 
 
-@pytest.mark.anyio
 async def test_caller_that_is_not_sampled_is_not_linked() -> None:
     traces, unsampled = Traces(), Traces(ALWAYS_OFF)
     async with Batcher(torch.square, name="fn") as batcher:
@@ -191,7 +187,6 @@ async def test_caller_that_is_not_sampled_is_not_linked() -> None:
     assert spans_linked(traces.one("batch fn")) == []
 
 
-@pytest.mark.anyio
 async def test_batch_of_a_failed_replica_has_its_error() -> None:
     traces, gate, module = Traces(), Gate(), Fragile()
     async with (
@@ -217,7 +212,7 @@ class _Item:
     """An item that can be weakly referenced."""
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_tracing_keeps_no_item_alive() -> None:
     traces = Traces()
     items: list[weakref.ref[_Item]] = []
@@ -233,7 +228,7 @@ async def test_tracing_keeps_no_item_alive() -> None:
         await until(lambda: items[0]() is None)
 
 
-@pytest.mark.asyncio
+@on_asyncio
 async def test_only_traced_batchers_make_spans_by_default_with_the_global_provider(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -263,29 +258,12 @@ def current() -> SpanContext:
     return get_current_span().get_span_context()
 
 
-def of_kind(
-    kind: str, generate: Callable[[list[Any]], Iterator[list[Any]]]
-) -> Callable[[list[Any]], Any]:
-    """`generate` itself, or as an async generator function."""
-
-    async def generate_async(batch: list[Any]) -> AsyncIterator[list[Any]]:
-        steps = generate(batch)
-        try:
-            for outputs in steps:
-                yield outputs
-        finally:
-            steps.close()  # type: ignore[attr-defined]  # it is a generator
-
-    return generate if kind == "generator" else generate_async
-
-
-@pytest.mark.anyio
 @pytest.mark.parametrize("steps", [3, 1], ids=["to its end", "closed after a step"])
 async def test_compute_is_the_current_span_in_each_step_of_a_stream(kind: str, steps: int) -> None:
     traces = Traces()
     seen: list[SpanContext] = []
 
-    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+    def generate(batch: list[Any]) -> Generator[list[Any]]:
         try:
             for number in range(3):
                 seen.append(current())
@@ -308,37 +286,6 @@ async def test_compute_is_the_current_span_in_each_step_of_a_stream(kind: str, s
     assert seen + inner == [compute] * (len(seen) + len(inner))
 
 
-@pytest.mark.anyio
-async def test_interleaved_streams_on_one_worker_have_their_own_compute_spans(kind: str) -> None:
-    traces = Traces()
-    seen: dict[str, list[SpanContext]] = {"a": [], "b": [], "c": []}
-    counting = Counting(4, lambda batch, _: seen[batch[0]].append(current()))
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = Batcher(
-                counting.of(kind), collate_fn=list, max_batch_size=1, concurrency=3, name="fn"
-            )
-        async with batcher:
-            traces.trace(batcher)
-            streams = []
-            for item in seen:
-                with traces.tracer.start_as_current_span(item):
-                    streams.append(batcher.stream(item, buffer=1))
-                    assert await anext(streams[-1]) == (item, 0)
-            for number in range(1, 4):
-                assert [(await anext(stream))[1] for stream in streams] == [number] * 3
-            assert [await anext(stream, None) for stream in streams] == [None] * 3
-    computes = {
-        span.parent.span_id: span.context for span in traces.of("compute fn") if span.parent
-    }
-    assert len(computes) == 3
-    for item, contexts in seen.items():
-        asked = traces.one(item).context.span_id
-        [batch] = [span for span in traces.of("batch fn") if spans_linked(span) == [asked]]
-        assert contexts == [computes[batch.context.span_id]] * 4
-
-
-@pytest.mark.anyio
 async def test_generators_of_a_split_batch_have_their_own_compute_spans(kind: str) -> None:
     traces = Traces()
     seen: list[tuple[Any, SpanContext]] = []
@@ -360,13 +307,12 @@ async def test_generators_of_a_split_batch_have_their_own_compute_spans(kind: st
     assert sorted(seen[2:], key=str) == sorted([(["good"], good), (["bad"], bad)], key=str)
 
 
-@pytest.mark.anyio
 async def test_span_that_is_open_across_a_yield_stays_current(kind: str) -> None:
     traces = Traces()
     seen: list[Span] = []
     held: list[Span] = []
 
-    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+    def generate(batch: list[Any]) -> Generator[list[Any]]:
         with traces.tracer.start_as_current_span("held") as span:
             held.append(span)
             for _ in range(2):
@@ -384,11 +330,10 @@ async def test_span_that_is_open_across_a_yield_stays_current(kind: str) -> None
     assert [span.get_span_context() for span in seen[2:]] == [compute]
 
 
-@pytest.mark.anyio
 async def test_tracing_does_not_change_the_state_of_a_generator(kind: str) -> None:
     seen: list[tuple[bool, str, int]] = []
 
-    def generate(batch: list[Any]) -> Iterator[list[Any]]:
+    def generate(batch: list[Any]) -> Generator[list[Any]]:
         for number in range(2):
             device = torch.empty(0).device.type
             seen.append((torch.is_grad_enabled(), device, _VARIABLE.get()))
@@ -410,7 +355,6 @@ async def test_tracing_does_not_change_the_state_of_a_generator(kind: str) -> No
     assert (torch.is_grad_enabled(), _VARIABLE.get()) == (True, 8)
 
 
-@pytest.mark.anyio
 async def test_compute_is_the_current_span_only_in_the_generator(kind: str) -> None:
     traces = Traces()
     seen: list[SpanContext] = []
