@@ -5,7 +5,7 @@ import concurrent.futures
 import random
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 import pytest
@@ -16,9 +16,11 @@ from tests.home import AtHome
 from tests.interruptions import at_every_point
 from tests.workers import MakeWorkers
 
+Full: TypeAlias = tuple[aiopar.DeviceExecutor, Gate]
+
 
 @pytest.fixture
-def full(make_workers: MakeWorkers) -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
+def full(make_workers: MakeWorkers) -> Iterator[Full]:
     """An executor whose two workers are held, with one more call in the queue of each."""
     with make_workers(2, max_pending=1) as executor, Gate() as gate:
         for worker in range(2):  # a process that starts counts as load: the held one may get both
@@ -31,7 +33,7 @@ def full(make_workers: MakeWorkers) -> Iterator[tuple[aiopar.DeviceExecutor, Gat
         yield executor, gate
 
 
-def test_submit_raises_when_every_queue_is_full(full: tuple[aiopar.DeviceExecutor, Gate]) -> None:
+def test_submit_raises_when_every_queue_is_full(full: Full) -> None:
     executor, gate = full
     with pytest.raises(aiopar.QueueFull, match="each of 2 workers has max_pending=1") as caught:
         executor.submit(str)
@@ -42,9 +44,7 @@ def test_submit_raises_when_every_queue_is_full(full: tuple[aiopar.DeviceExecuto
 
 
 @pytest.mark.anyio
-async def test_run_sync_waits_for_room_in_order(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_run_sync_waits_for_room_in_order(full: Full) -> None:
     executor, gate = full
     one = executor.on(worker=0)
     ran: list[int] = []
@@ -58,9 +58,7 @@ async def test_run_sync_waits_for_room_in_order(
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_wait_for_room_takes_none(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_a_cancelled_wait_for_room_takes_none(full: Full) -> None:
     executor, gate = full
     ran: list[int] = []
     with anyio.CancelScope() as scope:
@@ -75,21 +73,6 @@ async def test_a_cancelled_wait_for_room_takes_none(
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_queued_call_gives_its_room_back(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
-    executor, gate = full
-    gate.let_on()
-    await gate.entered(3)  # one queue has room now
-    queued = executor.submit(str)
-    with pytest.raises(aiopar.QueueFull):
-        executor.submit(str)
-    queued.cancel()
-    assert executor.submit(str).cancel()
-    gate.open()
-
-
-@pytest.mark.anyio
 async def test_calls_made_by_a_call_are_exempt() -> None:
     async with aiopar.DeviceExecutor(["cpu"], max_pending=1) as executor:
 
@@ -101,9 +84,7 @@ async def test_calls_made_by_a_call_are_exempt() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_gang_waits_until_every_worker_can_take_it(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_a_gang_waits_until_every_worker_can_take_it(full: Full) -> None:
     executor, gate = full
     barrier = threading.Barrier(2)
     arrived: list[aiopar.Future[Any]] = executor.submit_all([AtHome(barrier.wait)] * 2)
@@ -118,9 +99,7 @@ async def test_a_gang_waits_until_every_worker_can_take_it(
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_gang_does_not_hold_up_later_calls(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_a_cancelled_gang_does_not_hold_up_later_calls(full: Full) -> None:
     executor, gate = full
     gang: list[aiopar.Future[Any]] = executor.submit_all([str, str])
     gate.let_on()
@@ -167,9 +146,7 @@ async def _run(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_gang_that_waits_for_room_runs_after_shutdown(
-    full: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_a_gang_that_waits_for_room_runs_after_shutdown(full: Full) -> None:
     executor, gate = full
     gang: list[aiopar.Future[Any]] = executor.submit_all([(pow, 2, 5), (pow, 2, 6)])
     async with anyio.create_task_group() as tasks:
@@ -183,24 +160,6 @@ async def test_a_gang_that_waits_for_room_runs_after_shutdown(
         executor.shutdown(wait=False)
     gate.open()
     assert [await future for future in gang] == [32, 64]
-
-
-@pytest.mark.anyio
-async def test_many_tasks_wait_for_room(make_workers: MakeWorkers) -> None:
-    results: dict[int, int] = {}
-    most: list[int] = []
-
-    async with make_workers(2, max_pending=2) as executor:
-
-        async def one(n: int) -> None:
-            results[n] = await executor.run_sync(pow, n, 2)
-            most.append(max(worker.queued for worker in executor.stats().workers))
-
-        async with anyio.create_task_group() as tasks:
-            for n in range(200):
-                tasks.start_soon(one, n)
-    assert results == {n: n * n for n in range(200)}
-    assert max(most) <= 2
 
 
 @pytest.mark.asyncio

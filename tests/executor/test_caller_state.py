@@ -6,8 +6,6 @@ import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any
 
-import anyio
-import anyio.lowlevel
 import pytest
 import torch
 from torch import Tensor, nn
@@ -160,18 +158,6 @@ async def test_captured_through_create_task(verb: str, executor: aiopar.DeviceEx
         call: Any = COROUTINES[verb]()
         task = asyncio.create_task(call)
     seen = await task
-    for one in seen if verb in SEVERAL else [seen]:
-        assert one == expected
-    await assert_nothing_is_left(executor)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("verb", COROUTINES)
-async def test_on_every_loop(verb: str, executor: aiopar.DeviceExecutor) -> None:
-    with STATES["everything"]():
-        expected = snapshot()
-        call = COROUTINES[verb]()
-    seen = await call
     for one in seen if verb in SEVERAL else [seen]:
         assert one == expected
     await assert_nothing_is_left(executor)
@@ -343,18 +329,6 @@ async def test_the_executor_is_captured_too(verb: str, executor: aiopar.DeviceEx
         done = sum(worker.completed for worker in other.stats().workers)
     assert done
     assert not sum(worker.completed for worker in executor.stats().workers)
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-async def test_a_worker_can_run_a_loop(backend: str) -> None:
-    async def in_worker() -> str:
-        await anyio.lowlevel.checkpoint()
-        return await aiopar.run_sync(str, 3)
-
-    run: Callable[[], str] = functools.partial(anyio.run, in_worker, backend=backend)
-    assert await aiopar.run_sync(run) == "3"
-    assert await aiopar.parallel_apply([run] * 2, [()] * 2) == ["3", "3"]
 
 
 class _Calling(nn.Module):

@@ -183,20 +183,6 @@ async def test_run_sync_runs_on_the_given_device(
             _ = aiopar.run_sync(asyncio.sleep, 0)
 
 
-@pytest.mark.anyio
-async def test_run_sync_abandons_only_when_asked() -> None:
-    assert await aiopar.run_sync(pow, 2, 5, abandon_on_cancel=True) == 32
-
-
-def test_asyncio_run_often_on_the_default_executor(fresh_default: aiopar.DeviceExecutor) -> None:
-    async def main() -> int:
-        return await aiopar.run_sync(pow, 2, 5)
-
-    for _ in range(20):
-        assert asyncio.run(main()) == 32
-    assert aiopar.get_executor() is fresh_default
-
-
 def test_a_destructor_may_use_the_default_executor_while_it_is_made() -> None:
     for interruption in at_every_point():
         aiopar.get_executor().shutdown()

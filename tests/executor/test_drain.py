@@ -53,27 +53,6 @@ def test_a_running_call_may_submit_others(verb: str) -> None:
     assert sum(worker.completed for worker in executor.stats().workers) == 3
 
 
-@pytest.mark.anyio
-async def test_data_parallel_within_a_call() -> None:
-    network = torch.nn.Linear(2, 2)
-    x = torch.ones(4, 2)
-    executor = aiopar.DeviceExecutor(["cpu"] * 3)
-    with Gate() as gate:
-
-        def call() -> torch.Tensor:
-            gate()
-            output: torch.Tensor = aiopar.wait(aiopar.DataParallel(network, ["cpu", "cpu"])(x))
-            return output
-
-        with aiopar.use_executor(executor):
-            called = executor.submit(call)
-        await gate.entered()
-        executor.shutdown(wait=False)
-        gate.open()
-        assert torch.allclose(await called, network(x))
-    await executor.aclose()
-
-
 def test_submitted_calls_may_submit_others(devices: Devices) -> None:
     """Also if no call waits for them: each call only submits the next one."""
     for _ in range(20):
@@ -213,23 +192,6 @@ def test_no_call_may_submit_after_queued_calls_were_cancelled() -> None:
         with pytest.raises(aiopar.ExecutorShutdown):
             called.result(30)
     executor.shutdown()
-
-
-def test_observers_see_only_calls() -> None:
-    class Heard(aiopar.ExecutorObserver):
-        def __init__(self) -> None:
-            self.queued: list[object] = []
-
-        def enqueue(self, call: aiopar.CallInfo) -> None:
-            self.queued.append(call.fn)
-
-    executor = aiopar.DeviceExecutor(["cpu"])
-    heard = Heard()
-    executor.add_observer(heard)
-    with aiopar.use_executor(executor):
-        executor.submit(aiopar.fork, str)
-    executor.shutdown()
-    assert heard.queued == [aiopar.fork, str]
 
 
 def test_a_closed_default_executor_does_not_grow() -> None:

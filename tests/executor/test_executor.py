@@ -5,7 +5,6 @@ import concurrent.futures
 import copy
 import dataclasses
 import functools
-import operator
 import pickle
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -50,31 +49,6 @@ def test_concurrent_futures_accepts_every_kind_of_executor(workers: Workers) -> 
     assert (done, pending) == (set(futures), set())
     assert [future.result() for future in futures] == [1, 2, 4, 8, 16]
     assert list(workers.map(pow, [2, 3], [3, 2])) == [8, 9]
-
-
-def test_concurrent_futures_accepts_the_executor(devices: tuple[torch.device, ...]) -> None:
-    with aiopar.DeviceExecutor(devices) as executor:
-        assert isinstance(executor, concurrent.futures.Executor)
-        futures = [executor.submit(pow, 2, exp=n) for n in range(5)]
-        done, pending = concurrent.futures.wait(futures, timeout=10)
-        assert (done, pending) == (set(futures), set())
-        assert [future.result() for future in futures] == [1, 2, 4, 8, 16]
-        assert list(executor.map(pow, [2, 3], [3, 2])) == [8, 9]
-
-
-def test_map_raises_the_error_at_its_item(workers: Workers) -> None:
-    results = workers.map(operator.truediv, [6] * 4, [1, 2, 0, 3])
-    assert [next(results), next(results)] == [6, 3]
-    with pytest.raises(ZeroDivisionError):
-        next(results)
-
-
-def test_map_has_a_timeout(workers: Workers) -> None:
-    with Gate() as gate:
-        results = workers.map(AtHome(gate), [1], timeout=0.01)
-        gate.wait_entered()
-        with pytest.raises(TimeoutError):
-            next(results)
 
 
 @pytest.mark.anyio
@@ -127,19 +101,6 @@ async def test_an_idle_worker_takes_queued_calls(workers: Workers) -> None:
         assert [await future for future in queued] == [other] * 4
         assert [worker.queued for worker in workers.stats().workers] == [1, 0]
     assert await pinned != other
-
-
-@pytest.mark.anyio
-async def test_a_cancelled_call_leaves_the_queue(workers: Workers) -> None:
-    with Gate() as gate:
-        futures = [workers.submit(AtHome(gate), n) for n in range(2)]
-        await gate.entered(2)
-        queued = [workers.on(worker=0).submit(place) for _ in range(5)]
-        assert [future.cancel() for future in queued] == [True] * 5
-        assert workers.stats().workers[0].queued == 0
-        futures.append(workers.submit(AtHome(gate), 2))
-        assert [worker.queued for worker in workers.stats().workers] == [1, 0]
-    assert [await future for future in futures] == [0, 1, 2]
 
 
 @pytest.mark.anyio

@@ -75,10 +75,6 @@ class TestFork:
         assert weight.grad is not None
         assert weight.grad.tolist() == [2.0, 2.0]
 
-    def test_errors_keep_their_type(self, executor: aiopar.DeviceExecutor) -> None:
-        with pytest.raises(ZeroDivisionError):
-            aiopar.wait(aiopar.fork(divmod, 1, 0))
-
     def test_bad_arguments(self, executor: aiopar.DeviceExecutor) -> None:
         with pytest.raises(TypeError, match="expected a callable"):
             aiopar.fork(3)  # type: ignore[arg-type]
@@ -146,15 +142,6 @@ class TestDevice:
 
 
 class TestNesting:
-    def test_ten_levels_of_two(self, executor: aiopar.DeviceExecutor) -> None:
-        def tree(level: int) -> int:
-            if not level:
-                return 1
-            children = [aiopar.fork(tree, level - 1) for _ in range(2)]
-            return sum(aiopar.wait(child) for child in children)
-
-        assert aiopar.wait(aiopar.fork(tree, 10)) == 2**10
-
     def test_waited_for_in_reverse(self, executor: aiopar.DeviceExecutor) -> None:
         def tree(level: int) -> int:
             if not level:
@@ -176,12 +163,6 @@ class TestNesting:
             thread.join(30)
             assert not thread.is_alive()
 
-    def test_a_thousand_wide(self, executor: aiopar.DeviceExecutor) -> None:
-        def wide() -> int:
-            return sum(aiopar.wait_all([aiopar.fork(abs, -n) for n in range(1000)]))
-
-        assert aiopar.wait(aiopar.fork(wide)) == sum(range(1000))
-
     def test_an_error_passes_through_a_hundred_waits(self, executor: aiopar.DeviceExecutor) -> None:
         def chain(length: int) -> int:
             return aiopar.wait(aiopar.fork(chain, length - 1)) if length else 1 // 0
@@ -189,34 +170,8 @@ class TestNesting:
         with pytest.raises(ZeroDivisionError):
             aiopar.wait(aiopar.fork(chain, 100))
 
-    @pytest.mark.asyncio
-    async def test_many_trees_awaited_at_once(self) -> None:
-        def tree(level: int) -> int:
-            if not level:
-                return 1
-            children = [aiopar.fork(tree, level - 1) for _ in range(2)]
-            return sum(aiopar.wait(child) for child in children)
-
-        async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-            with aiopar.use_executor(executor):
-                trees = [aiopar.fork(tree, 5) for _ in range(20)]
-            assert await asyncio.gather(*trees) == [32] * 20
-
-    def test_await_in_an_event_loop_of_the_worker(self, executor: aiopar.DeviceExecutor) -> None:
-        async def tree(level: int) -> int:
-            if not level:
-                return 1
-            children = [aiopar.fork(asyncio.run, tree(level - 1)) for _ in range(2)]
-            return sum(await asyncio.gather(*children)) + await aiopar.run_sync(int)
-
-        assert aiopar.wait(aiopar.fork(asyncio.run, tree(3))) == 8
-
 
 class TestWait:
-    def test_in_a_thread_without_worker_or_loop(self, executor: aiopar.DeviceExecutor) -> None:
-        assert aiopar.wait(aiopar.fork(pow, 2, 3)) == 8
-        assert aiopar.wait(aiopar.run_sync(pow, 2, 3)) == 8
-
     @pytest.mark.parametrize(
         ("make", "expected"),
         [
@@ -290,10 +245,6 @@ class TestWait:
         ):
             with pytest.raises(aiopar.BlockingWaitError, match="use `await"):
                 aiopar.wait(coroutine)
-
-    def test_raises_the_error_of_a_coroutine(self, executor: aiopar.DeviceExecutor) -> None:
-        with pytest.raises(ZeroDivisionError):
-            aiopar.wait(aiopar.run_sync(divmod, 1, 0))
 
 
 @pytest.mark.sim

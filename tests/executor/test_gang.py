@@ -3,10 +3,10 @@
 import asyncio
 import concurrent.futures
 import functools
-import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import NoneType
+from typing import Any, TypeAlias
 
 import pytest
 import pytest_asyncio
@@ -48,45 +48,16 @@ async def test_current_replica_outside_a_gang(executor: aiopar.DeviceExecutor) -
 
 
 @pytest.mark.asyncio
-async def test_a_forked_call_belongs_to_its_replica(executor: aiopar.DeviceExecutor) -> None:
-    def forks() -> Any:
-        return aiopar.wait(executor.submit(describe))
+async def test_calls_of_a_replica(executor: aiopar.DeviceExecutor) -> None:
+    """A forked call belongs to the replica; a nested gang has replicas of its own."""
 
-    assert [index for index, *_ in await asyncio.gather(*executor.submit_all([forks] * 2))] == [
-        0,
-        1,
-    ]
-
-
-@pytest.mark.asyncio
-async def test_a_nested_gang_has_its_own_replicas(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    def outer() -> tuple[list[int], int]:
+    def outer() -> tuple[int, list[int], int]:
+        forked = aiopar.wait(executor.submit(describe))
         inner = aiopar.wait_all(executor.submit_all([describe, describe]))
-        return [index for index, *_ in inner], current_replica().index
+        return forked[0], [index for index, *_ in inner], current_replica().index
 
-    assert await asyncio.gather(*executor.submit_all([outer] * 2)) == [([0, 1], 0), ([0, 1], 1)]
-
-
-@pytest.mark.asyncio
-async def test_arguments_and_order(executor: aiopar.DeviceExecutor) -> None:
-    calls: list[Any] = [(pow, 2, 3), int]
-    futures = executor.submit_all(calls)
-    assert await asyncio.gather(*futures) == [8, 0]
-    assert executor.submit_all([]) == []
-
-
-async def coroutine_function() -> int:
-    return 0
-
-
-@pytest.mark.asyncio
-async def test_bad_gangs(executor: aiopar.DeviceExecutor) -> None:
-    with pytest.raises(ValueError, match=r"3 calls at once need 3 workers.*the executor has 2"):
-        executor.submit_all([int] * 3)
-    with pytest.raises(TypeError, match="coroutine function"):
-        executor.submit_all([coroutine_function])
+    calls = executor.submit_all([outer] * 2)
+    assert await asyncio.gather(*calls) == [(0, [0, 1], 0), (1, [0, 1], 1)]
 
 
 @pytest.mark.asyncio
@@ -100,32 +71,6 @@ async def test_exchange_returns_all_values_in_order(executor: aiopar.DeviceExecu
 
 
 @pytest.mark.asyncio
-async def test_barrier_waits_for_all_replicas(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    done: set[int] = set()
-
-    def meet() -> set[int]:
-        for _ in range(50):
-            done.add(current_replica().index)
-            current_replica().barrier()
-            seen = set(done)
-            current_replica().barrier()
-            done.clear()
-            current_replica().barrier()
-            assert seen == {0, 1}
-        return seen
-
-    await asyncio.gather(*executor.submit_all([meet] * 2))
-
-
-async def ended(futures: list[aiopar.Future[Any]]) -> list[BaseException | None]:
-    """Wait for all futures, and return their errors."""
-    await asyncio.wait_for(aiopar.collect_all(futures), timeout=30)
-    return [future.exception() for future in futures]
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_a_failure_ends_the_wait_of_the_other_replica(
     executor: aiopar.DeviceExecutor, failing: int
@@ -136,7 +81,7 @@ async def test_a_failure_ends_the_wait_of_the_other_replica(
             raise KeyError("own")
         current_replica().barrier()
 
-    errors = await ended(executor.submit_all([meet] * 2))
+    errors = await errors_of(executor.submit_all([meet] * 2))
     own, other = errors[failing], errors[1 - failing]
     assert type(own) is KeyError
     assert own.__notes__ == [f"in replica {failing} on device cpu"]
@@ -145,49 +90,50 @@ async def test_a_failure_ends_the_wait_of_the_other_replica(
     assert str(other) == f"replica {failing} failed"
 
 
-async def gathered(futures: list[aiopar.Future[Any]]) -> list[Any]:
+Futures: TypeAlias = list[aiopar.Future[Any]]
+
+
+async def errors_of(futures: Futures) -> list[BaseException | None]:
+    """The errors of all futures, when they are done."""
+    await asyncio.wait_for(aiopar.collect_all(futures), timeout=30)
+    return [future.exception() for future in futures]
+
+
+async def gathered(futures: Futures) -> list[Any]:
     return await asyncio.gather(*futures)
 
 
-async def first_exception(futures: list[aiopar.Future[Any]]) -> list[Any]:
+async def first_exception(futures: Futures) -> list[Any]:
     waited = asyncio.to_thread(concurrent.futures.wait, futures, return_when="FIRST_EXCEPTION")
     done, _ = await waited
     return [future.result() for future in done]
 
 
-async def all_waited(futures: list[aiopar.Future[Any]]) -> list[Any]:
+async def all_waited(futures: Futures) -> list[Any]:
     return await asyncio.to_thread(aiopar.wait_all, futures)
 
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("wait", [gathered, first_exception, all_waited])
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("verb", ["submit_all", "fork_apply"])
 async def test_waiters_for_all_get_the_error_and_no_cancellation(
-    executor: aiopar.DeviceExecutor,
-    verb: str,
-    failing: int,
-    wait: Callable[[list[aiopar.Future[Any]]], Coroutine[Any, Any, list[Any]]],
+    executor: aiopar.DeviceExecutor, failing: int, wait: Callable[[Futures], Awaitable[list[Any]]]
 ) -> None:
-    def fail(_: int = 0) -> None:
+    def fail() -> None:
         raise KeyError("own")
 
-    with Gate() as first, Gate() as second, aiopar.use_executor(executor):
+    with Gate() as first, Gate() as second:
         held = [executor.on(worker=n).submit(gate) for n, gate in enumerate((first, second))]
         await asyncio.gather(first.entered(), second.entered())
-        if verb == "submit_all":
-            futures = executor.submit_all([fail] * 2)
-        else:
-            futures = aiopar.fork_apply([fail] * 2, [0, 1], devices=CPUS)
-        (first, second)[failing].open()
+        futures: Futures = executor.submit_all([fail] * 2)
+        (first, second)[failing].open()  # the other replica never starts
         with pytest.raises(KeyError, match="own") as caught:
             await wait(futures)
-        # The other replica is dropped before its worker is free.
-        await asyncio.to_thread(concurrent.futures.wait, futures)
+        # A call that was dropped because of an error has this error, however they are read. It is
+        # dropped after the waiters have got the error, and before its gate opens.
+        assert await errors_of(futures) == [caught.value] * 2
     await asyncio.gather(*held)
     assert caught.value.__notes__ == [f"in replica {failing} on device cpu"]
-    # A call that was dropped because of an error has this error, in whatever order they are read.
-    assert [future.exception() for future in futures] == [caught.value] * 2
 
 
 @pytest.mark.asyncio
@@ -206,7 +152,7 @@ async def test_a_callback_of_the_error_may_wait_for_the_other_replica(
         failing.add_done_callback(lambda _: others.append(other.exception()))
         others: list[BaseException | None] = []
         gate.open()
-        await ended([failing, other])
+        await errors_of([failing, other])
         assert [type(error) for error in others] == [aiopar.ReplicaAborted]
 
 
@@ -219,7 +165,7 @@ async def test_a_return_before_the_meeting_ends_the_wait_of_the_other_replica(
         if current_replica().index == 1:
             current_replica().barrier()
 
-    first, second = await ended(executor.submit_all([meet] * 2))
+    first, second = await errors_of(executor.submit_all([meet] * 2))
     assert first is None
     assert str(second) == "replica 0 returned before the meeting"
 
@@ -248,47 +194,35 @@ async def test_cancelling_a_queued_member_ends_the_wait_of_the_other_replica(
 
 class TestOnAbort:
     @pytest.mark.asyncio
-    async def test_a_callback_can_abort_a_barrier_of_the_user(
-        self, executor: aiopar.DeviceExecutor
+    async def test_callbacks_are_called_once_now_or_when_another_replica_fails(
+        self, executor: aiopar.DeviceExecutor, caplog: pytest.LogCaptureFixture
     ) -> None:
-        barrier = threading.Barrier(2)
+        called: list[str] = []
 
-        def meet() -> None:
-            current_replica().on_abort(barrier.abort)
-            current_replica().barrier()
-            if current_replica().index == 0:
-                raise KeyError("own")
-            barrier.wait(timeout=30)
+        def fail() -> None:
+            raise IndexError("of a callback")
 
-        own, broken = await ended(executor.submit_all([meet] * 2))
-        assert type(own) is KeyError
-        assert type(broken) is threading.BrokenBarrierError
-
-    @pytest.mark.asyncio
-    async def test_a_late_callback_is_called_at_once(self, executor: aiopar.DeviceExecutor) -> None:
-        called: list[int] = []
-
-        def meet() -> list[int]:
-            current_replica().barrier()
-            if current_replica().index == 0:
+        def meet() -> list[str]:
+            replica = current_replica()
+            if replica.index:
+                replica.on_abort(fail)
+                replica.on_abort(lambda: called.append("on time"))
+            before = called.copy()
+            replica.barrier()
+            if not replica.index:
                 raise KeyError("own")
             with pytest.raises(aiopar.ReplicaAborted):
-                current_replica().barrier()
-            current_replica().on_abort(lambda: called.append(1))
-            return list(called)
+                replica.barrier()
+            replica.on_abort(lambda: called.append("late"))
+            return before
 
-        futures = executor.submit_all([meet] * 2)
-        await ended(futures)
-        assert await futures[1] == [1]
-
-    @pytest.mark.asyncio
-    async def test_a_callback_is_not_called_without_an_abort(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
-        called: list[int] = []
-        register = functools.partial(called.append, 1)
-        await ended(executor.submit_all([lambda: current_replica().on_abort(register)] * 2))
-        assert not called
+        failing, other = executor.submit_all([meet] * 2)
+        assert [type(error) for error in await errors_of([failing, other])] == [KeyError, NoneType]
+        assert await other == []
+        await executor.on(worker=0).submit(int)  # it has called all callbacks
+        assert sorted(called) == ["late", "on time"]
+        assert "on_abort" in caplog.text
+        assert "of a callback" in caplog.text
 
     @pytest.mark.asyncio
     async def test_ctrl_c_in_a_callback_is_raised_after_all_callbacks_were_called(
@@ -326,30 +260,6 @@ class TestOnAbort:
         [record] = caplog.records
         assert record.message.startswith("exception calling on_abort callback ")
 
-    @pytest.mark.asyncio
-    async def test_an_error_of_a_callback_is_logged_and_the_next_is_called(
-        self, executor: aiopar.DeviceExecutor, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        called: list[int] = []
-
-        def fail() -> None:
-            raise IndexError("of a callback")
-
-        def meet() -> None:
-            current_replica().barrier()
-            if current_replica().index == 1:
-                current_replica().barrier()
-            current_replica().on_abort(fail)
-            current_replica().on_abort(lambda: called.append(1))
-            raise KeyError("own")
-
-        with caplog.at_level(logging.ERROR, "aiopar"):
-            errors = await ended(executor.submit_all([meet] * 2))
-        assert [type(error) for error in errors] == [KeyError, aiopar.ReplicaAborted]
-        assert called == [1]
-        assert "on_abort" in caplog.text
-        assert "of a callback" in caplog.text
-
 
 class TestNoDeadlock:
     @pytest.mark.asyncio
@@ -364,7 +274,7 @@ class TestNoDeadlock:
         # From several threads, so that the submissions overlap.
         submitted = [asyncio.to_thread(submit) for _ in range(20)]
         for futures in await asyncio.gather(*submitted):
-            assert await ended(futures) == [None, None]
+            assert await errors_of(futures) == [None, None]
 
     @pytest.mark.asyncio
     async def test_a_call_behind_a_member_that_waits_in_a_meeting(self) -> None:
@@ -379,28 +289,12 @@ class TestNoDeadlock:
 
         async with aiopar.DeviceExecutor(["cpu", "meta"]) as executor:
             on_cpu = executor.on("cpu")
-            assert await asyncio.gather(*executor.submit_all([wait_for_a_call_on_the_cpu] * 2)) == [
-                0,
-                3,
-            ]
+            calls = executor.submit_all([wait_for_a_call_on_the_cpu] * 2)
+            assert await asyncio.gather(*calls) == [0, 3]
 
     @pytest.mark.asyncio
-    async def test_a_replica_starts_a_gang_while_another_waits_in_a_meeting(
-        self, executor: aiopar.DeviceExecutor
-    ) -> None:
-        def meet() -> list[int]:
-            replica = current_replica()
-            inner = executor.submit_all([describe] * 2) if replica.index else []
-            indices = [index for index, *_ in aiopar.wait_all(inner)]
-            replica.barrier()
-            return indices
-
-        assert await asyncio.gather(*executor.submit_all([meet] * 2)) == [[], [0, 1]]
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("depth", [1, 3])
     async def test_nested_gangs_with_other_gangs_queued_behind(
-        self, executor: aiopar.DeviceExecutor, depth: int
+        self, executor: aiopar.DeviceExecutor
     ) -> None:
         def nest(level: int) -> int:
             current_replica().barrier()
@@ -412,10 +306,10 @@ class TestNoDeadlock:
             return total
 
         gangs: list[list[aiopar.Future[int]]] = [
-            executor.submit_all([(nest, depth)] * 2) for _ in range(6)
+            executor.submit_all([(nest, 3)] * 2) for _ in range(6)
         ]
         for futures in gangs:
-            assert await asyncio.gather(*futures) == [2**depth] * 2
+            assert await asyncio.gather(*futures) == [2**3] * 2
 
     @pytest.mark.asyncio
     async def test_a_call_waits_for_a_gang_that_needs_its_worker(self) -> None:

@@ -222,12 +222,6 @@ def test_methods_of_one_object_are_called() -> None:
     assert events == ["launched"]
 
 
-def test_the_base_class_ignores_every_event() -> None:
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        executor.add_observer(aiopar.ExecutorObserver())
-        assert executor.submit(pow, 2, 5).result() == 32
-
-
 @pytest.mark.parametrize("given", [print, None, Recorder])
 def test_other_objects_are_refused(given: Any) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as executor:

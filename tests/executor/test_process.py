@@ -234,36 +234,6 @@ def test_exit_with_an_iteration_that_nobody_closed() -> None:
     assert (code, out, err) == (0, "1\nclosed\n", "")
 
 
-def test_an_executor_that_is_made_during_exit_refuses_calls() -> None:
-    assert run(
-        """
-    import atexit
-    atexit._run_exitfuncs()  # aiopar's exit handler among them
-    with aiopar.DeviceExecutor(["cpu"]) as executor:
-        try:
-            executor.submit(print, "ran")
-        except aiopar.ExecutorShutdown:
-            print("refused")
-    """
-    ) == (0, "refused\n", "")
-
-
-def test_sys_exit_in_a_worker_reaches_the_awaiter() -> None:
-    code, out, err = run(
-        """
-    async def main():
-        try:
-            await aiopar.run_sync(sys.exit, 3)
-        except SystemExit as error:
-            print("caught", error.code, await aiopar.run_sync(abs, -1), flush=True)
-        await aiopar.fork(sys.exit, 4)
-
-    asyncio.run(main())
-    """
-    )
-    assert (code, out, err) == (4, "caught 3 1\n", "")
-
-
 _INTERRUPTED = {
     "run_sync": "await aiopar.run_sync(work)",
     "fork": "await aiopar.fork(work)",

@@ -5,8 +5,6 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any
 
 import anyio
 import anyio.lowlevel
@@ -131,50 +129,6 @@ async def test_a_cancelled_await_frees_a_queued_call(
         gc.collect()  # the backend's own cycles
         assert _alive(references) == []
         assert not held.done()
-
-
-def test_cancel_frees_a_queued_call(executor: aiopar.DeviceExecutor) -> None:
-    with Gate() as gate:
-        executor.submit(gate)
-        gate.wait_entered()
-        fn, argument = Thing(), Thing()
-        references = _watched([fn, argument])
-        future: aiopar.Future[Thing] = executor.submit(partial(fn, argument), argument)
-        watched = weakref.ref(future)
-        del fn, argument
-        assert future.cancel()
-        assert _alive(references) == []
-        del future
-        gate.open()
-        executor.submit(str).result()
-        assert watched() is None
-
-
-def test_a_future_and_its_exception_are_freed_by_reference_counting(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    references: list[Callable[[], object]] = []
-
-    def watched(fn: Callable[[], Thing | None]) -> aiopar.Future[Any]:
-        future = executor.submit(fn)
-        references.append(weakref.ref(future))
-        return future
-
-    def outcome(future: aiopar.Future[Any]) -> object:
-        child = future.then(lambda done: done.exception() or done.result())
-        references.append(weakref.ref(child))
-        return child.result()
-
-    references.append(weakref.ref(outcome(watched(Thing()))))
-    references.append(weakref.ref(outcome(watched(Thing().fail))))
-    # The traceback holds the frame that raises; this frame must not hold the future.
-    try:
-        watched(Thing().fail).result()
-    except Failure as error:
-        references.append(weakref.ref(error))
-    executor.submit(str).result()
-    assert len(references) == 8
-    assert _alive(references) == []
 
 
 def test_nested_calls_are_freed(executor: aiopar.DeviceExecutor) -> None:

@@ -54,19 +54,6 @@ async def test_an_error_keeps_its_traceback() -> None:
 
 
 @pytest.mark.anyio
-async def test_many_tasks_at_once(workers: Workers) -> None:
-    results: dict[int, int] = {}
-
-    async def one(n: int) -> None:
-        results[n] = await workers.run_sync(pow, n, 2)
-
-    async with anyio.create_task_group() as tasks:
-        for n in range(256):
-            tasks.start_soon(one, n)
-    assert results == {n: n * n for n in range(256)}
-
-
-@pytest.mark.anyio
 async def test_a_call_is_queued_by_its_await(workers: Workers) -> None:
     executor = workers.on(worker=0)
     before = executor.stats().workers[0].completed
@@ -78,18 +65,6 @@ async def test_a_call_is_queued_by_its_await(workers: Workers) -> None:
         call.close()  # never awaited, never run
     await held
     assert executor.stats().workers[0].completed == before + 1
-
-
-def test_a_call_made_without_a_loop_can_be_awaited(
-    workers: Workers, anyio_backend: tuple[str, dict[str, object]]
-) -> None:
-    call = workers.run_sync(pow, 2, 5)
-
-    async def main() -> int:
-        return await call
-
-    backend, options = anyio_backend
-    assert anyio.run(main, backend=backend, backend_options=options) == 32
 
 
 @pytest.mark.asyncio
@@ -105,21 +80,6 @@ async def test_a_call_made_in_a_loop_can_be_awaited_in_another(workers: Workers)
 
     assert await asyncio.to_thread(aiopar.wait, in_thread) == 32
     assert await asyncio.to_thread(run_trio) == 64
-
-
-@pytest.mark.anyio
-async def test_nested_loops_in_one_worker() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-
-        async def inner(depth: int) -> int:
-            if not depth:
-                return await executor.submit(pow, 2, 5)
-            return await executor.run_sync(in_worker, depth - 1)
-
-        def in_worker(depth: int) -> int:
-            return anyio.run(inner, depth)
-
-        assert await executor.run_sync(in_worker, 3) == 32
 
 
 @pytest.mark.parametrize("max_pending", [None, 1])
@@ -139,35 +99,3 @@ def test_a_cancelled_trio_task_queues_nothing(
 
     anyio.run(main, backend="trio")
     assert not ran
-
-
-def test_an_executor_works_after_a_loop_was_closed_with_a_running_call(
-    make_workers: MakeWorkers,
-) -> None:
-    with make_workers(1) as executor, Gate() as gate:
-        executor.submit(int).result()  # an actor needs seconds to start
-
-        async def main() -> None:
-            task = asyncio.create_task(executor.run_sync(AtHome(gate), abandon_on_cancel=True))
-            await gate.entered()
-            task.cancel()
-
-        asyncio.run(main())
-        assert executor.stats().workers[0].running == 1
-        gate.open()
-        assert asyncio.run(_awaited(executor)) == 32
-        assert executor.stats().workers[0].completed == 3
-
-
-async def _awaited(executor: aiopar.DeviceExecutor) -> int:
-    return await executor.run_sync(pow, 2, 5)
-
-
-@pytest.mark.anyio
-async def test_raises_after_shutdown(make_workers: MakeWorkers) -> None:
-    executor = make_workers(1)
-    before = executor.run_sync(str)
-    await executor.aclose()
-    for call in (before, executor.run_sync(str)):
-        with pytest.raises(RuntimeError, match="after shutdown"):
-            await call

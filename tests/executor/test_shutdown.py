@@ -6,6 +6,7 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import TypeAlias
 
 import anyio
 import pytest
@@ -14,9 +15,11 @@ import aiopar
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held
 
+Held: TypeAlias = tuple[aiopar.DeviceExecutor, Gate]
+
 
 @pytest.fixture
-def held() -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
+def held() -> Iterator[Held]:
     """An executor whose only worker is held."""
     with Gate() as gate:
         executor = aiopar.DeviceExecutor(["cpu"])
@@ -27,9 +30,7 @@ def held() -> Iterator[tuple[aiopar.DeviceExecutor, Gate]]:
 
 
 @pytest.mark.anyio
-async def test_aclose_runs_queued_calls(
-    held: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_aclose_runs_queued_calls(held: Held) -> None:
     executor, gate = held
     queued = [executor.submit(pow, 2, n) for n in range(3)]
     async with anyio.create_task_group() as tasks:
@@ -57,9 +58,7 @@ async def test_a_cancelled_async_with_waits_for_running_calls() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_cancelled_aclose_can_be_repeated(
-    held: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_a_cancelled_aclose_can_be_repeated(held: Held) -> None:
     executor, gate = held
     for _ in range(2):
         closing = asyncio.create_task(executor.aclose())
@@ -77,30 +76,25 @@ def _threads_of(prefix: str) -> list[threading.Thread]:
 
 
 @pytest.mark.anyio
-async def test_aclose_leaves_no_thread() -> None:
-    for _ in range(50):
-        executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="closed")
-        for worker in range(3):
-            executor.on(worker=worker).submit(str)
-        await executor.aclose()
-        assert _threads_of("closed") == []
-
-
-def test_shutdown_leaves_no_thread() -> None:
+@pytest.mark.may_block("by shutdown")
+@pytest.mark.parametrize("cancel_futures", [None, False, True])
+async def test_no_thread_is_left(cancel_futures: bool | None) -> None:
     def nested() -> str:
         return executor.submit(str).result()  # another thread takes over its worker
 
-    for _ in range(50):
-        executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="shut-down")
-        for worker in range(3):
-            executor.on(worker=worker).submit(nested)
-        executor.shutdown(cancel_futures=True)
-        assert _threads_of("shut-down") == []
+    for _ in range(20):
+        executor = aiopar.DeviceExecutor(["cpu"] * 3, thread_name_prefix="closed")
+        calls = [executor.on(worker=worker).submit(nested) for worker in range(3)]
+        if cancel_futures is None:
+            async with executor:
+                pass
+        else:
+            executor.shutdown(cancel_futures=cancel_futures)
+        assert _threads_of("closed") == []
+        assert cancel_futures or [call.value() for call in calls] == [""] * 3
 
 
-def test_queued_calls_run_after_shutdown_without_wait(
-    held: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+def test_queued_calls_run_after_shutdown_without_wait(held: Held) -> None:
     executor, gate = held
     queued = executor.submit(pow, 2, 5)
     executor.shutdown(wait=False)
@@ -109,24 +103,15 @@ def test_queued_calls_run_after_shutdown_without_wait(
     assert queued.result(10) == 32
 
 
-def test_cancel_futures_cancels_queued_calls(
-    held: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+def test_cancel_futures_cancels_queued_calls(held: Held) -> None:
     executor, gate = held
-    queued = [executor.submit(str) for _ in range(3)]
+    queued = [view.submit(str) for view in (executor, executor.on(worker=0)) * 2]
     executor.shutdown(wait=False)
     executor.shutdown(wait=False, cancel_futures=True)
     assert all(future.cancelled() for future in queued)
     gate.open()
     executor.shutdown()
     assert executor.stats().workers[0].completed == 1
-
-
-@pytest.mark.anyio
-async def test_async_with_runs_queued_calls() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        queued = [executor.submit(pow, 2, n) for n in range(3)]
-    assert [future.value() for future in queued] == [1, 2, 4]
 
 
 @pytest.mark.anyio
@@ -150,9 +135,7 @@ async def test_an_exception_in_async_with_cancels_queued_calls() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_awaited_call_that_shutdown_cancels_raises(
-    held: tuple[aiopar.DeviceExecutor, Gate],
-) -> None:
+async def test_an_awaited_call_that_shutdown_cancels_raises(held: Held) -> None:
     executor, _ = held
     async with anyio.create_task_group() as tasks:
 

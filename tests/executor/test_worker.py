@@ -1,13 +1,14 @@
-"""Calls that wait for calls, on any number of workers; a system without more threads."""
+"""A worker and its threads: which calls they run, calls that wait, a system without threads."""
 
+import logging
+import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError
 from functools import partial
 
 import anyio
 import pytest
-import torch
 
 import aiopar
 from aiopar.testing import Gate
@@ -17,26 +18,9 @@ from tests.no_threads import NO_THREAD, no_more_threads
 
 @pytest.fixture(params=[1, 2], ids=["one worker", "two workers"])
 def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
-    """An executor; after the test it has at most one thread per worker."""
-    prefix = request.node.name
-    with aiopar.DeviceExecutor(["cpu"] * request.param, thread_name_prefix=prefix) as executor:
+    with aiopar.DeviceExecutor(["cpu"] * request.param) as executor:
         yield executor
-        serving = [
-            executor.on(worker=worker).submit(threading.current_thread).result()
-            for worker in range(request.param)
-        ]
-        for thread in threading.enumerate():
-            if thread.name.startswith(prefix) and thread not in serving:
-                thread.join(10)  # it has handed over its worker
-                assert not thread.is_alive()
         assert [w.running + w.queued for w in executor.stats().workers] == [0] * request.param
-
-
-def test_a_chain_of_three_thousand_calls(executor: aiopar.DeviceExecutor) -> None:
-    def chain(depth: int) -> int:
-        return 1 + aiopar.wait(executor.submit(chain, depth - 1)) if depth else 0
-
-    assert executor.submit(chain, 3000).result() == 3000
 
 
 def test_nested_calls_may_wait_by_result(executor: aiopar.DeviceExecutor) -> None:
@@ -50,43 +34,8 @@ def test_nested_calls_may_wait_by_result(executor: aiopar.DeviceExecutor) -> Non
     assert executor.submit(tree, 6).result() == 2**7 - 1
 
 
-def test_nested_calls_run_under_the_state_of_their_caller(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    def levels(depth: int) -> list[bool]:
-        if not depth:
-            return [torch.is_grad_enabled()]
-        with torch.set_grad_enabled(bool(depth % 2)):
-            inner = executor.submit(levels, depth - 1)
-            below = aiopar.wait(inner)
-            assert torch.is_grad_enabled() == bool(depth % 2), (
-                "the call that ran inside does not change it"
-            )
-        return [torch.is_grad_enabled(), *below]
-
-    expected = [True] + [bool(depth % 2) for depth in range(60, 0, -1)]
-    assert executor.submit(levels, 60).result() == expected
-
-
-def test_a_queue_is_served_while_a_call_waits_for_another_executor(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    with Gate() as gate:
-        started = executor.submit(gate, "through")
-        gate.wait_entered()
-        other = aiopar.DeviceExecutor(["cpu"])
-        with other:
-            waiting = other.submit(aiopar.wait, started)
-            behind = other.submit(pow, 2, 5)
-            assert behind.result(10) == 32, "the queue is served while the call waits"
-            gate.open()
-            assert waiting.result(10) == "through"
-
-
 @pytest.mark.anyio
-async def test_many_tasks_await_calls_that_wait_for_calls(
-    executor: aiopar.DeviceExecutor,
-) -> None:
+async def test_many_tasks_await_calls_that_wait_for_calls(executor: aiopar.DeviceExecutor) -> None:
     results: list[int] = []
 
     def outer(n: int) -> int:
@@ -99,20 +48,6 @@ async def test_many_tasks_await_calls_that_wait_for_calls(
         for n in range(50):
             tasks.start_soon(task, n)
     assert sorted(results) == [n**2 + n**3 for n in range(50)]
-
-
-def test_shutdown_cancels_a_call_behind_calls_that_another_worker_ran() -> None:
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as second:
-        executor.on(worker=0).submit(first)
-        executor.on(worker=1).submit(second)
-        first.wait_entered()
-        second.wait_entered()
-        taken_over = [executor.submit(str) for _ in range(4)]
-        second.open()
-        assert [future.result() for future in taken_over] == [""] * 4
-        pinned = executor.on(worker=0).submit(str)
-        executor.shutdown(wait=False, cancel_futures=True)
-        assert pinned.cancelled()
 
 
 def test_a_callback_that_waits_leaves_the_stats_right() -> None:
@@ -133,38 +68,24 @@ def test_a_callback_that_waits_leaves_the_stats_right() -> None:
 class TestNoMoreThreads:
     """A call that needs a new thread gets an error, and no other call is lost."""
 
-    @pytest.mark.parametrize("workers", [1, 2, 3])
-    def test_a_call_is_refused_and_does_not_run_later(self, workers: int) -> None:
-        ran: list[int] = []
-        with aiopar.DeviceExecutor(["cpu"] * workers) as executor:
-            for n in range(5):
-                with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
-                    executor.submit(ran.append, n)
-            assert [w.running + w.queued for w in executor.stats().workers] == [0] * workers
-            with Gate() as gate:
-                held = [executor.submit(gate) for _ in range(workers)]
-                gate.wait_entered(workers)  # all workers still serve
-            aiopar.wait_all(held)
-        assert ran == []
-
-    def test_a_call_for_one_worker_is_refused_and_does_not_run_later(self) -> None:
-        ran: list[int] = []
-        with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-            one = executor.on(worker=1)
-            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
-                one.submit(ran.append, 1)
-            assert one.submit(abs, -1).result(10) == 1
-        assert ran == []
-
     @pytest.mark.asyncio
-    @pytest.mark.parametrize("workers", [1, 2])
-    async def test_an_awaited_call_is_refused(self, workers: int) -> None:
+    @pytest.mark.parametrize("max_pending", [None, 1])
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    async def test_a_call_is_refused_and_does_not_run_later(
+        self, workers: int, max_pending: int | None
+    ) -> None:
         ran: list[int] = []
-        async with aiopar.DeviceExecutor(["cpu"] * workers, max_pending=1) as executor:
-            for _ in range(3):  # the refused calls take no room
+        executor = aiopar.DeviceExecutor(["cpu"] * workers, max_pending=max_pending)
+        async with executor:
+            one = executor.on(worker=workers - 1)
+            for submit in (executor.submit, one.submit, executor.run_sync) * 3:
                 with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
-                    await executor.run_sync(ran.append, 1)
-            assert await executor.run_sync(abs, -1) == 1
+                    await submit(ran.append, 1)
+            assert [w.running + w.queued for w in executor.stats().workers] == [0] * workers
+            with Gate() as gate:  # no worker and no room was lost
+                for view in (executor.on(worker=index) for index in range(workers)):
+                    view.submit(gate)
+                await gate.entered(workers)
         assert ran == []
 
     def test_a_call_that_a_running_worker_takes_is_not_refused(self) -> None:
@@ -209,54 +130,38 @@ class TestNoMoreThreads:
                     members[1].result(10)
             assert executor.submit_all([str, str])[1].result(10) == ""
 
-    def test_a_call_that_blocks_gets_an_error(self) -> None:
-        with aiopar.DeviceExecutor(["cpu"]) as executor:
-
-            def waits() -> int:
-                behind.append(executor.submit(abs, -1))
-                with no_more_threads():
-                    return behind[0].result()
-
-            behind: list[aiopar.Future[int]] = []
-            with pytest.raises(RuntimeError, match=NO_THREAD):
-                executor.submit(waits).result(10)
-            assert behind[0].result(10) == 1
-            assert executor.submit(abs, -2).result(10) == 2
-            [stats] = executor.stats().workers
-            assert (stats.queued, stats.running) == (0, 0)
-
-    def test_an_event_loop_in_a_call_gets_an_error_and_queues_nothing(self) -> None:
+    @pytest.mark.parametrize("in_loop", [False, True])
+    def test_a_call_that_blocks_gets_an_error(self, in_loop: bool) -> None:
         ran: list[int] = []
         with aiopar.DeviceExecutor(["cpu"]) as executor:
 
             async def main() -> None:
                 await executor.run_sync(ran.append, 1)
 
-            def loop() -> None:
+            def waits() -> None:
+                behind.append(executor.submit(ran.append, 0))
                 with no_more_threads():
-                    anyio.run(main)
+                    anyio.run(main) if in_loop else behind[0].result()
 
+            behind: list[aiopar.Future[None]] = []
             with pytest.raises(RuntimeError, match=NO_THREAD):
-                executor.submit(loop).result(10)
-            assert executor.submit(abs, -2).result(10) == 2
-        assert ran == []
+                executor.submit(waits).result(10)
+            behind[0].result(10)
+            [stats] = executor.stats().workers
+            assert (stats.queued, stats.running) == (0, 0)
+        assert ran == [0], "an event loop queues nothing"
 
 
 def test_a_signal_handler_may_submit_at_any_point_of_the_first_call() -> None:
     for interruption in at_every_point():
         submitted: list[aiopar.Future[int]] = []
         with aiopar.DeviceExecutor(["cpu"]) as executor:
-            submit = partial(executor.submit, abs, -2)
-            with interruption.by(partial(_append, submitted, submit)):
+            with interruption.by(lambda e=executor, s=submitted: s.append(e.submit(abs, -2))):  # type: ignore[misc]
                 first = executor.submit(abs, -1)
             assert first.result(10) == 1
             assert [future.result(10) for future in submitted] == [2] * interruption.came
             [stats] = executor.stats().workers
             assert (stats.queued, stats.running) == (0, 0)
-
-
-def _append(submitted: list[aiopar.Future[int]], submit: Callable[[], aiopar.Future[int]]) -> None:
-    submitted.append(submit())
 
 
 def test_one_worker_runs_calls_in_the_order_of_submission() -> None:
@@ -272,3 +177,114 @@ def test_one_worker_runs_calls_in_the_order_of_submission() -> None:
     assert ran == [
         f"{kind} {i}" for i in range(2) for kind in ("submit", "gang", "worker", "device")
     ]
+
+
+def test_an_executor_runs_its_calls_on_its_own_workers() -> None:
+    """An executor with one worker runs one call at a time, whichever worker waits for it."""
+    with aiopar.DeviceExecutor(["cpu"] * 2) as outer, aiopar.DeviceExecutor(["cpu"]) as inner:
+
+        def ask() -> threading.Thread:
+            call = inner.submit(threading.current_thread)
+            asked.put(None)
+            return call.wait()
+
+        asked: queue.SimpleQueue[None] = queue.SimpleQueue()
+        with Gate() as gate:
+            inner.submit(gate)
+            gate.wait_entered()
+            calls = [outer.submit(ask) for _ in range(4)]
+            for _ in calls:  # each waits or is about to wait, and its call is queued
+                asked.get(timeout=30)
+        assert {call.result() for call in calls} == {
+            inner.submit(threading.current_thread).result()
+        }
+
+
+def test_a_call_for_one_worker_runs_there() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        one, other = executor.on(worker=0), executor.on(worker=1)
+
+        def ask(view: aiopar.DeviceExecutor) -> threading.Thread:
+            return view.submit(threading.current_thread).wait()
+
+        thread = other.submit(threading.current_thread).result()
+        assert one.submit(ask, other).result() is thread
+        # Its own worker may run it, because that worker's thread waits.
+        assert other.submit(ask, other).result() is thread
+
+
+def test_a_waiting_worker_runs_calls_of_the_default_executor() -> None:
+    """A thousand calls that wait for such calls do not need a thread each."""
+
+    def ask(_: int) -> threading.Thread:
+        return aiopar.wait(aiopar.get_executor().submit(threading.current_thread))
+
+    aiopar.get_executor().shutdown(wait=False)  # other tests may have left calls in its workers
+    default = aiopar.get_executor()
+    with Gate() as gate, aiopar.DeviceExecutor(["cpu"]) as executor:
+        held = [default.submit(gate) for _ in default.devices]
+        gate.wait_entered(len(held))
+        [thread] = set(executor.map(ask, range(1000)))
+        assert thread is executor.submit(threading.current_thread).result()
+
+
+def test_ctrl_c_while_a_thread_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int] = []
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.start", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                executor.submit(ran.append, 1)
+        assert executor.submit(abs, -1).result(10) == 1
+    assert ran == []
+
+
+def test_a_call_whose_future_was_completed_by_hand(caplog: pytest.LogCaptureFixture) -> None:
+    with aiopar.DeviceExecutor(["cpu"]) as executor, Gate() as gate:
+        future = executor.submit(gate, "of the call")
+        gate.wait_entered()
+        future.set_result("by hand")
+        with caplog.at_level(logging.ERROR, "aiopar"):
+            gate.open()
+            assert executor.submit(abs, -1).result(10) == 1, "the worker goes on"
+        assert future.result() == "by hand"
+    assert "already finished" in caplog.text
+    [stats] = executor.stats().workers
+    assert (stats.queued, stats.running) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("own", [False, True], ids=["any worker", "this worker"])
+def test_another_thread_serves_after_an_error_has_ended_one(own: bool) -> None:
+    """The error comes from a logging filter of the user, outside of calls."""
+
+    class Failing(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            raise RuntimeError("of the filter")
+
+    failing = Failing()
+    logger = logging.getLogger("aiopar")
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor, Gate() as gate, Gate() as other:
+        worker = executor.on(worker=0)
+        thread = worker.submit(threading.current_thread).result(10)
+        executor.on(worker=1).submit(other)
+        held = worker.submit(gate)
+        gate.wait_entered()
+        other.wait_entered()
+        held.set_result(None)  # the worker cannot complete it again, and logs that
+        waiting = (worker if own else executor).submit(abs, -1)
+        logger.addFilter(failing)
+        try:
+            gate.open()
+            thread.join(10)
+            assert not thread.is_alive()
+        finally:
+            logger.removeFilter(failing)
+        assert waiting.result(10) == 1
+        assert worker.submit(abs, -2).result(10) == 2
