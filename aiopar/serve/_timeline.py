@@ -4,7 +4,7 @@ import json
 import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from threading import current_thread, get_ident
 from time import monotonic
@@ -17,7 +17,7 @@ from .._base.tracebacks import logger
 from ..data._stages import WorkerStage
 from ..executor._loop_tasks import Repeating
 from ..executor._observer import CallInfo, ExecutorObserver, all_executors
-from ..executor._worker import current_worker
+from ..executor._worker import Worker, current_worker
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
@@ -29,32 +29,16 @@ _STALL = 0.005
 """A loop that runs the timer so many seconds late has stalled."""
 _TICK = 100
 """The width of a tick, in nanoseconds."""
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A row of the timeline."""
-
-    name: str
-    of_loop: bool = False
-    """Whether it shows the stalls of an event loop: drawn above the workers."""
-    replicas: set[int] = field(default_factory=set)
-    """The replicas whose batches it shows."""
-
-    @property
-    def title(self) -> str:
-        """Its name, with the replica if there is only one."""
-        if len(self.replicas) != 1:
-            return self.name
-        return f"{self.name}, replica {min(self.replicas)}"
+_STALLS = ": stalls"
+"""How the names of rows of stalls end: these rows are above the others."""
 
 
 @dataclass(slots=True, eq=False)
 class _Bar:
     """A call, a batch or a stall. Times are by `time.monotonic`."""
 
-    row: _Row | None
-    """None before a worker has begun the call."""
+    row: Worker | str | None
+    """A worker, or the name of a row; None before a worker has begun the call."""
     name: str
     args: dict[str, Any]
     start: float
@@ -65,9 +49,10 @@ class _Bar:
     lane: int = 0
     """The number of its lane in the file."""
 
-    def may_contain(self, other: "_Bar") -> bool:
-        """Whether `other`, which begins later, may be drawn inside this bar."""
-        return other.end <= self.end and not (self.arrivals and other.arrivals)
+    def finish(self, end: float, error: BaseException | None) -> None:
+        self.end = end
+        if error is not None:
+            self.args["error"] = type(error).__qualname__
 
 
 _Item: TypeAlias = tuple[str, int, float, float, str]
@@ -92,10 +77,10 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
     - the stalls of each event loop that makes calls: a timer ran 5 ms or more too late. A stall is
       drawn up to 20 ms too short; a stall of 25 ms or more is always seen.
 
-    What still runs at the end of the block is drawn up to there, and marked `unfinished`. Events
-    are kept in memory, the latest `max_events` of them (calls, batches, items and stalls; about
-    200 bytes each), and written at the end of the block. Use `async with` on an event loop: the
-    file is then written on a thread. Plain `with` blocks while it writes (1 s for 100,000 items).
+    What still runs at the end of the block is drawn up to the end, and marked `unfinished`. The
+    latest `max_events` events (calls, batches, items and stalls) are kept in memory, about 200
+    bytes each. The file is written at the end of the block: on a thread after `async with`, which
+    suits an event loop; plain `with` blocks meanwhile (1 s for 100,000 items).
 
     Args:
         path: The file to write, in Chrome's JSON format. It is made when the block is entered.
@@ -123,12 +108,7 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
 
 
 class Trace:
-    """The result of `trace`: it records between entering and leaving.
-
-    Args:
-        path: The file.
-        max_events: How many events are kept.
-    """
+    """The result of `trace`: it records between entering and leaving."""
 
     def __init__(self, path: str, max_events: int) -> None:
         self._path = path
@@ -136,14 +116,12 @@ class Trace:
         self._process = 0
         self._began = 0.0
         self._recording = False
-        self._events: deque[_Bar | _Item] = deque(maxlen=max_events)
-        self.record = self._events.append
-        """Keeps an event; the oldest event is dropped if there are too many."""
+        self.events: deque[_Bar | _Item] = deque(maxlen=max_events)
+        """The latest events."""
         self.running: dict[CallInfo | BatchInfo, _Bar] = {}
         """The calls and batches that have not ended."""
-        self.loops: dict[int, _Row] = {}
-        """The row of the event loop of each thread."""
-        self._rows: dict[Any, _Row] = {}
+        self.loops: dict[int, str] = {}
+        """The name of the event loop of each thread."""
         self._heartbeats: dict[Waker, Repeating] = {}
         self._makers = partial(_Calls, self), partial(_Batches, self)
 
@@ -200,7 +178,7 @@ class Trace:
         file = self._file
         if file is None or os.getpid() != self._process:
             return  # in a forked child the file is the parent's
-        events = self._events
+        events = self.events
         if len(events) == events.maxlen:
             logger.warning(
                 "%s has only the latest %d events: see max_events", self._path, events.maxlen
@@ -224,11 +202,7 @@ class Trace:
         """Watch the event loop of this thread, if there is one."""
         waker = waker_here() if self._recording and current_worker() is None else None
         if waker is not None and waker not in self._heartbeats:
-            thread = current_thread()
-            name = f"event loop in {thread.name}"
-            self.loops.setdefault(get_ident(), _Row(name))
-            row = _Row(f"{name}: stalls", of_loop=True)
-            self._rows.setdefault(("stalls", thread), row)
+            self.loops[get_ident()] = f"event loop in {current_thread().name}"
             self._heartbeats[waker] = Repeating(_BEAT, partial(self._look_for_stall, waker))
 
     def _look_for_stall(self, waker: Waker | None) -> None:
@@ -237,36 +211,16 @@ class Trace:
             return
         heartbeat = self._heartbeats[waker]
         if (late := heartbeat.late) >= _STALL:
-            row, now = self._rows["stalls", current_thread()], monotonic()
-            self.record(_Bar(row, "stall", {}, now - late, now))
+            row, now = self.loops[get_ident()] + _STALLS, monotonic()
+            self.events.append(_Bar(row, "stall", {}, now - late, now))
         if not self._recording:  # the block has ended
             heartbeat.cancel()
 
-    def row_here(self, batcher: str = "") -> _Row:
-        """The row of the worker that this thread serves.
-
-        On an event loop: the row of the batches of `batcher`.
-        """
-        worker = current_worker()
-        if worker is None:
-            return self._rows.setdefault(batcher, _Row(f"{batcher} on event loops"))
-        if worker not in self._rows:
-            name, numbered = worker.label, worker.device.index is not None
-            # `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1
-            name = name if numbered or "/" in name else f"{name}:{worker.index}"
-            self._rows.setdefault(worker, _Row(name))
-        return self._rows[worker]
-
 
 class _Calls(ExecutorObserver):
-    """Records the calls of one executor.
+    """Records the calls of one executor, which has no name."""
 
-    Args:
-        trace: Keeps them.
-        name: Of no use: executors have no names.
-    """
-
-    def __init__(self, trace: Trace, name: str) -> None:
+    def __init__(self, trace: Trace, _: str) -> None:
         self._trace = trace
 
     def enqueue(self, call: CallInfo) -> None:
@@ -280,13 +234,13 @@ class _Calls(ExecutorObserver):
         if bar is not None:
             queued, bar.start = bar.start, monotonic()
             bar.args["queued_ms"] = round((bar.start - queued) * 1e3, 3)
-            bar.row = self._trace.row_here()
+            bar.row = current_worker()
 
     def completed(self, call: CallInfo, error: BaseException | None) -> None:
         bar = self._trace.running.pop(call, None)
         if bar is not None and bar.row is not None:
-            _finish(bar, monotonic(), error)
-            self._trace.record(bar)
+            bar.finish(monotonic(), error)
+            self._trace.events.append(bar)
 
 
 def _name_of_call(fn: Any) -> str | None:
@@ -298,33 +252,19 @@ def _name_of_call(fn: Any) -> str | None:
     return owner.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
 
 
-def _finish(bar: _Bar, end: float, error: BaseException | None) -> None:
-    if error is not None:
-        bar.args["error"] = type(error).__qualname__
-    bar.end = end
-
-
 class _Batches(BatchObserver):
-    """Records the batches and items of one batcher.
-
-    Args:
-        trace: Keeps them.
-        name: The name of the batcher.
-    """
+    """Records the batches and items of the batcher `name`."""
 
     def __init__(self, trace: Trace, name: str) -> None:
-        self._trace = trace
-        self._name = name
-        self._record, self._loops = trace.record, trace.loops
+        self._trace, self._name = trace, name
 
     def start(self, batch: BatchInfo) -> None:
-        row, items = self._trace.row_here(self._name), batch.items
+        items, row = batch.items, current_worker() or f"{self._name} on event loops"
         args: dict[str, Any] = {"batcher": self._name, "size": len(items)}
         if items[0].key is not None:
             args["key"] = repr(items[0].key)[:100]
         if batch.replica is not None:
             args["replica"] = batch.replica
-            row.replicas.add(batch.replica)
         name = f"{self._name} x {len(items)}"
         arrivals = [item.arrived for item in items]
         self._trace.running[batch] = _Bar(row, name, args, batch.began, arrivals=arrivals)
@@ -333,15 +273,25 @@ class _Batches(BatchObserver):
         bar = self._trace.running.pop(batch, None)
         if bar is not None:
             bar.args.update(outputs=batch.outputs, errors=batch.errors)
-            _finish(bar, batch.began + batch.seconds, error)
-            self._trace.record(bar)
+            bar.finish(batch.began + batch.seconds, error)
+            self._trace.events.append(bar)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        thread = get_ident()
-        if thread not in self._loops:
+        thread, outcome = get_ident(), outcome_of(item, error)
+        if thread not in self._trace.loops:
             self._trace.see_loop()
-        outcome = "completed" if error is None else outcome_of(item, error)
-        self._record((self._name, thread, item.arrived, monotonic(), outcome))
+        self._trace.events.append((self._name, thread, item.arrived, monotonic(), outcome))
+
+
+def _title(row: Worker | str | None, bars: Iterable[_Bar]) -> str:
+    """The name of a row; with the replica if the row shows batches of one replica only."""
+    if row is None or isinstance(row, str):
+        return str(row)
+    # `process:0/cpu`, `cuda:0`; `cpu:1` for the worker with index 1
+    named = row.device.index is not None or "/" in row.label
+    name = row.label if named else f"{row.label}:{row.index}"
+    replicas = {bar.args["replica"] for bar in bars if "replica" in bar.args}
+    return f"{name}, replica {replicas.pop()}" if len(replicas) == 1 else name
 
 
 class _JsonEvents:
@@ -362,27 +312,23 @@ class _JsonEvents:
         self._titles: Counter[str] = Counter()
 
     def events(
-        self, loops: Mapping[int, _Row], bars: Iterable[_Bar], items: Sequence[_Item]
+        self, loops: Mapping[int, str], bars: Iterable[_Bar], items: Sequence[_Item]
     ) -> Iterator[str]:
-        """The events. Each bar comes before the arrows that belong to it.
+        """The events; `loops` names the event loop of each thread.
 
-        Args:
-            loops: The row of the event loop of each thread.
-            bars: The bars.
-            items: The items that have ended.
+        Each bar comes before the arrows that belong to the bar.
         """
         yield self._metadata("process_name", 0, name=f"aiopar, process {self._process}")
         lanes: dict[int, int] = {}
         for thread in dict.fromkeys(item[1] for item in items):
-            # None: its items were left behind by a loop that was closed.
-            loop = loops.get(thread)
-            lanes[thread] = yield from self._new_lane("event loop" if loop is None else loop.name)
-        by_row: defaultdict[_Row | None, list[_Bar]] = defaultdict(list)
+            # A closed loop without a name has left items behind.
+            lanes[thread] = yield from self._new_lane(loops.get(thread, "event loop"))
+        by_row: defaultdict[Worker | str | None, list[_Bar]] = defaultdict(list)
         for bar in bars:
             by_row[bar.row].append(bar)
-        rows = [row for row in by_row if row is not None]
-        for row in sorted(rows, key=lambda row: (not row.of_loop, row.title)):
-            yield from self._row(row.title, by_row[row])
+        rows = [(_title(row, of_row), of_row) for row, of_row in by_row.items()]
+        for title, of_row in sorted(rows, key=lambda row: (not row[0].endswith(_STALLS), row[0])):
+            yield from self._row(title, of_row)
         # An item that was in several batches gets an arrow to the last one.
         batches = {arrived: bar for bar in bars for arrived in bar.arrivals}
         for number, item in enumerate(items, start=1):
@@ -396,7 +342,10 @@ class _JsonEvents:
             for bar.lane, outer in lanes:
                 while outer and outer[-1].end <= bar.start:
                     outer.pop()
-                if not outer or outer[-1].may_contain(bar):
+                # A bar may be inside another one, but no batch inside a batch.
+                if not outer or not (
+                    bar.end > outer[-1].end or (bar.arrivals and outer[-1].arrivals)
+                ):
                     outer.append(bar)
                     break
             else:
@@ -421,19 +370,18 @@ class _JsonEvents:
         """The ticks, the arrows and the wait of one item, whose loop has this lane."""
         batcher, _, arrived, ended, outcome = item
         name, came, left = json.dumps(batcher), self._nanoseconds(arrived), self._nanoseconds(ended)
+        taken = left if batch is None else self._nanoseconds(batch.start)
         tick = f',"dur":{_TICK / 1e3:.3f},"args":{{"item":{number}}}'
         yield self._event("X", name, lane, came, tick)
         yield self._event("X", json.dumps(f"{batcher}: {outcome}"), lane, left, tick)
-        number_ = f',"cat":"item","id":{number}'
-        yield self._event("s", name, lane, came, number_)
+        flow = f',"cat":"item","id":{number}'
+        yield self._event("s", name, lane, came, flow)
         if batch is not None:
-            start = self._nanoseconds(batch.start)
-            yield self._event("t", name, batch.lane, start, number_ + ',"bp":"e"')
-        yield self._event("f", name, lane, left, number_ + ',"bp":"e"')
+            yield self._event("t", name, batch.lane, taken, flow + ',"bp":"e"')
+        yield self._event("f", name, lane, left, flow + ',"bp":"e"')
         wait = json.dumps(f"{batcher}: queue")
-        waited = left if batch is None else self._nanoseconds(batch.start)
-        yield self._event("b", wait, lane, came, number_)
-        yield self._event("e", wait, lane, waited, number_)
+        yield self._event("b", wait, lane, came, flow)
+        yield self._event("e", wait, lane, taken, flow)
 
     def _nanoseconds(self, time: float) -> int:
         return max(0, round((time - self._began) * 1e9))
