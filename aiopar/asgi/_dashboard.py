@@ -67,8 +67,8 @@ def _content_security_policy(html: str) -> str:
 class _Sampler:
     """Samples the statistics while a page is open; all pages share the samples.
 
-    A sample has the counts since the start. The page makes rates of the differences, so a page that
-    misses a sample shows no wrong number.
+    A sample has the counts since the start, and the page makes rates of the differences. So a page
+    that misses a sample shows no wrong number.
     """
 
     def __init__(self, service: Service) -> None:
@@ -83,8 +83,7 @@ class _Sampler:
     @contextmanager
     def page_open(self) -> Iterator[None]:
         """A page is open in the block. Called on the loop's thread."""
-        if not self._pages:
-            self._delay = None
+        if self._timer is None:
             self._timer = Repeating(_TICK, self._tick)
             self._take_sample()
         self._pages += 1
@@ -92,13 +91,14 @@ class _Sampler:
             yield
         finally:
             self._pages -= 1
-            if not self._pages and self._timer is not None:
+            if not self._pages:
                 self._timer.cancel()
+                self._timer = self._delay = None
 
     async def events(self) -> AsyncIterator[str]:
         """The samples as server-sent events, until the server shuts down.
 
-        The server waits for its connections first, so an open page would hold it up. The browser
+        The server waits for its connections, so an open page would hold the server up. The browser
         asks again after `retry` milliseconds: another process may serve by then.
         """
         yield f"retry: {_PERIOD * 1000:.0f}\n\n"
@@ -148,12 +148,8 @@ class _Sampler:
 
 def _batcher(batcher: Batcher[Any, Any]) -> dict[str, Any]:
     settings = batcher._settings
-    return {
-        "name": batcher.name,
-        "max_batch_size": settings.max_batch_size,
-        "max_pending": settings.max_pending,
-        **asdict(batcher.stats()),
-    }
+    bounds = {"max_batch_size": settings.max_batch_size, "max_pending": settings.max_pending}
+    return {"name": batcher.name, **bounds, **asdict(batcher.stats())}
 
 
 def _worker(worker: Worker) -> dict[str, Any]:
@@ -161,8 +157,8 @@ def _worker(worker: Worker) -> dict[str, Any]:
 
 
 def _uvicorn_exits() -> bool:
-    """Whether uvicorn shuts down. It tells the application only when all responses have ended."""
-    # `lifespan` may have replaced its handler of SIGTERM, but not that of SIGINT.
+    """Whether uvicorn shuts down. All responses must end before it tells the application."""
+    # `lifespan` may have replaced uvicorn's handler of SIGTERM, but not that of SIGINT.
     server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return bool(getattr(server, "should_exit", False))
 
@@ -177,6 +173,6 @@ class _Events(StreamingResponse):
         self._sampler = sampler
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Not in the generator: a response that is cut off may leave it suspended.
+        # Not in the generator, which a response that is cut off may leave suspended.
         with self._sampler.page_open():
             await super().__call__(scope, receive, send)

@@ -56,8 +56,9 @@ class _Bar:
 
 
 _Item: TypeAlias = tuple[str, int, float, float, str]
-"""An item that has ended: its batcher, the thread of its loop, when it came, when it ended, its
-outcome. It is a tuple because there are many."""
+"""An item that has ended: its batcher, the thread of its loop, when the item came, when it ended,
+and its outcome. A tuple, because there are many items.
+"""
 
 
 def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace":
@@ -168,7 +169,7 @@ class Trace:
         self._look_for_stall(waker_here())  # the heartbeats of other threads end at their next beat
         now = monotonic()
         return [
-            # Copies, because the events of their ends may still come.
+            # Copies, because the calls and batches may still end.
             _Bar(bar.row, bar.name, {**bar.args, "unfinished": True}, bar.start, now, bar.arrivals)
             for bar in self.running.copy().values()
             if bar.row is not None and not bar.end
@@ -177,7 +178,7 @@ class Trace:
     def _write(self, unfinished: list[_Bar]) -> None:
         file = self._file
         if file is None or os.getpid() != self._process:
-            return  # in a forked child the file is the parent's
+            return  # a forked child leaves the file to its parent
         events = self.events
         if len(events) == events.maxlen:
             logger.warning(
@@ -297,9 +298,10 @@ def _title(row: Worker | str | None, bars: Iterable[_Bar]) -> str:
 class _JsonEvents:
     """Makes the JSON of the events of a file, in Chrome's "Trace Event Format".
 
-    A bar is a complete event (X) on a thread of the format, here a lane, where bars are disjoint or
-    nested. The arrows of an item are flow events (s, t, f) with its number; each belongs to the bar
-    that begins at its time. The wait of an item is a pair of asynchronous events (b, e).
+    A bar is a complete event (X) on a thread of the format. Here such a thread is called a lane;
+    its bars are disjoint or nested. The arrows of an item are flow events (s, t, f) with the number
+    of the item. A flow event belongs to the bar that begins at the same time. The wait of an item
+    is a pair of asynchronous events (b, e).
 
     Args:
         began: The time 0 of the file, by `time.monotonic`.
@@ -308,8 +310,8 @@ class _JsonEvents:
     def __init__(self, began: float) -> None:
         self._began = began
         self._process = os.getpid()
-        self._lanes = 0
         self._titles: Counter[str] = Counter()
+        """How many lanes have each title."""
 
     def events(
         self, loops: Mapping[int, str], bars: Iterable[_Bar], items: Sequence[_Item]
@@ -342,10 +344,9 @@ class _JsonEvents:
             for bar.lane, outer in lanes:
                 while outer and outer[-1].end <= bar.start:
                     outer.pop()
-                # A bar may be inside another one, but no batch inside a batch.
-                if not outer or not (
-                    bar.end > outer[-1].end or (bar.arrivals and outer[-1].arrivals)
-                ):
+                # A bar may be inside another one, but a batch may not be inside a batch.
+                two_batches = outer and bar.arrivals and outer[-1].arrivals
+                if not outer or (bar.end <= outer[-1].end and not two_batches):
                     outer.append(bar)
                     break
             else:
@@ -357,14 +358,13 @@ class _JsonEvents:
             yield self._event("X", json.dumps(bar.name), bar.lane, start, rest)
 
     def _new_lane(self, title: str) -> Generator[str, None, int]:
-        """The events that name a new lane; returns its number."""
-        self._lanes += 1
+        """Make the events that name a new lane, and return the number of the lane."""
         self._titles[title] += 1
-        count = self._titles[title]
+        number, count = self._titles.total(), self._titles[title]
         name = title if count == 1 else f"{title} ({count})"
-        yield self._metadata("thread_name", self._lanes, name=name)
-        yield self._metadata("thread_sort_index", self._lanes, sort_index=self._lanes)
-        return self._lanes
+        yield self._metadata("thread_name", number, name=name)
+        yield self._metadata("thread_sort_index", number, sort_index=number)
+        return number
 
     def _item(self, number: int, item: _Item, lane: int, batch: _Bar | None) -> Iterator[str]:
         """The ticks, the arrows and the wait of one item, whose loop has this lane."""
