@@ -40,7 +40,7 @@ def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool)
     has its own buffers. If the workers have hosts, one object stands for the copies on all hosts.
     Unless `fresh`, `module` is this object already.
     """
-    if not replicas[0].shares_memory:
+    if not replicas[0].worker.shares_memory:
         if fresh:
             module = replicas[0].worker.keep(module, replica=True)
         return [module] * len(replicas)
@@ -74,23 +74,15 @@ def _deep_copy(module: nn.Module) -> nn.Module:
         raise
     except Exception:  # noqa: BLE001, S110  # any error of the attributes' own classes
         pass  # the traceback is dropped here, and with it the partial copy
-    modules = {id(one): one for one in module.modules()}
-    shared = {
-        id(value): value
-        for one in modules.values()
-        for name, value in vars(one).items()
-        if name not in PARTS and not _is_copyable(value, modules)
-    }
+    modules, shared = {id(one): one for one in module.modules()}, dict[int, Any]()
+    for one in modules.values():
+        for name, value in vars(one).items():
+            try:
+                if name not in PARTS:
+                    copy.deepcopy(value, modules.copy())  # the value may refer to modules
+            except Exception:  # noqa: BLE001  # any error of the value's own class
+                shared[id(value)] = value
     return copy.deepcopy(module, shared)
-
-
-def _is_copyable(value: Any, modules: dict[int, nn.Module]) -> bool:
-    """Whether `value` can be copied, apart from `modules`, which it may refer to."""
-    try:
-        copy.deepcopy(value, modules.copy())
-    except Exception:  # noqa: BLE001  # any error of the value's own class
-        return False
-    return True
 
 
 # The warm-up.
@@ -211,19 +203,9 @@ class PoolReplica:
         return self.pool_executor._on_worker(self.worker)
 
     @property
-    def shares_memory(self) -> bool:
-        """Whether the module runs in this process, not on a host."""
-        return self.worker.shares_memory
-
-    @property
     def in_service(self) -> bool:
         """Whether the pool sends calls to it."""
         return self.state == "ready"
-
-    @property
-    def returning(self) -> bool:
-        """Whether the replica is out of service only until its worker has a new host."""
-        return self.state == "returning"
 
     @property
     def load(self) -> float:
@@ -351,12 +333,12 @@ class PoolReplica:
         call = self._call(module)
         for arguments in self._settings.warmup:
             self.worker.run(ModuleCall.run, (call, *arguments), NO_KWARGS, caller)
-        if self.shares_memory and is_accelerator(self.worker.device):
+        if self.worker.shares_memory and is_accelerator(self.worker.device):
             current_stream(self.worker.device).synchronize()  # kernels fail late
 
     def prepare(self, module: nn.Module, caller: CallerState) -> None:
         """Make a fresh copy ready to serve; on its worker."""
-        if self.shares_memory and is_accelerator(self.worker.device):
+        if self.worker.shares_memory and is_accelerator(self.worker.device):
             # The copy's memory belongs to another stream. When it is freed, calls of this worker
             # may still read it.
             share_memory(all_tensors(module), current_stream(self.worker.device))

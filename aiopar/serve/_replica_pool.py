@@ -35,6 +35,7 @@ from ..futures._wakeup import in_event_loop, ki_protected
 from ..nn._module_copy import Forward, check_module, check_replicable, walk
 from ._replica import (
     REBUILDING,
+    Arguments,
     ModuleCall,
     OutOfService,
     PoolReplica,
@@ -217,22 +218,17 @@ class ReplicaPool(Generic[Out_co]):
             ReplicaUnavailable: No replica is in service (when awaited).
             ServiceClosed: The pool is closed (when awaited).
         """
-        return shown_as(self._call(CallerState(), inputs, kwargs), "ReplicaPool.__call__")
+        return shown_as(self._call(CallerState(), (inputs, kwargs)), "ReplicaPool.__call__")
 
     @ki_protected
-    async def _call(
-        self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _call(self, caller: CallerState, arguments: Arguments) -> Any:
         await self._open(caller)
-        return await retry_lost(partial(self._try_twice, caller, inputs, kwargs))
+        return await retry_lost(partial(self._try_twice, caller, arguments))
 
-    async def _try_twice(
-        self, caller: CallerState, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    async def _try_twice(self, caller: CallerState, arguments: Arguments) -> Any:
         """Return the output of a replica; of another one, if the first is broken or lost."""
         cause: BaseException | None = None  # the error of the first try
         failure: BaseException | None = None
-        args = caller, ModuleCall.run, (inputs, kwargs)
         try:
             while True:
                 changed = self._changed  # read first: a change may come after the look
@@ -242,7 +238,8 @@ class ReplicaPool(Generic[Out_co]):
                     continue
                 async with replica.in_flight:
                     try:
-                        return await replica.call(caller, replica.answer, *args)
+                        run = caller, ModuleCall.run, arguments
+                        return await replica.call(caller, replica.answer, *run)
                     except Exception as error:
                         broken = isinstance(error, ReplicaFailed)
                         if not (broken or is_device_error(error)):
@@ -456,7 +453,7 @@ class ReplicaPool(Generic[Out_co]):
         async with self._background:
             while True:
                 try:
-                    if not replica.shares_memory:
+                    if not replica.worker.shares_memory:
                         # A host may take long to start, and a swap must not wait for the host.
                         await replica.call(caller, bool)
                     async with self._installing:
@@ -579,7 +576,7 @@ class ReplicaPool(Generic[Out_co]):
         None: no replica is in service, but one returns soon.
         """
         replica = least_loaded(one for one in self._replicas if one.in_service)
-        if replica is not None or any(one.returning for one in self._replicas):
+        if replica is not None or any(one.state == "returning" for one in self._replicas):
             return replica
         states = [replica.state for replica in self._replicas]
         if "closed" in states:
@@ -607,7 +604,7 @@ class ReplicaPool(Generic[Out_co]):
             self._module = module
             self._replicas = self._replicas or tuple(copies)
             for replica, copied in copies.items():
-                self._hosted = None if replica.shares_memory else copied
+                self._hosted = None if replica.worker.shares_memory else copied
                 if replica.state != "retired":
                     replica.worker.on_host_lost.add(WeakMethod(self._host_lost))
                     replica.install(copied)

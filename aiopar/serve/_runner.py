@@ -95,7 +95,7 @@ class Runner:
     @property
     def returning(self) -> bool:
         """Whether the runner can run a batch soon."""
-        return self.replica is not None and self.replica.returning
+        return self.replica is not None and self.replica.state == "returning"
 
     @property
     def load(self) -> float:
