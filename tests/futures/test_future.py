@@ -22,8 +22,6 @@ from aiopar import Future
 from tests.blocked_threads import until_blocked
 from tests.interruptions import at_every_point
 
-# States, completion, callbacks
-
 
 def _finished(value: Any) -> Future[Any]:
     future: Future[Any] = Future()
@@ -46,8 +44,10 @@ def _cancelled() -> Future[Any]:
 def test_states_of_a_call_that_runs() -> None:
     future: Future[int] = Future()
     assert (future.done(), future.running(), future.cancelled()) == (False, False, False)
-    assert future.claim()
+    assert future.set_running_or_notify_cancel()
     assert (future.done(), future.running(), future.cancelled()) == (False, True, False)
+    with pytest.raises(RuntimeError, match="already running"):
+        future.set_running_or_notify_cancel()
     assert not future.claim()
     assert not future.cancel()
     future.set_result(3)
@@ -57,35 +57,29 @@ def test_states_of_a_call_that_runs() -> None:
     assert future.result() == 3
 
 
-def test_a_cancelled_future_cannot_be_claimed() -> None:
+def test_states_of_a_cancelled_future() -> None:
     future = _cancelled()
     assert (future.done(), future.running(), future.cancelled()) == (True, False, True)
     assert future.cancel()
     assert not future.claim()
     assert not future.set_running_or_notify_cancel()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.result()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.exception()
-
-
-def _race(start: threading.Barrier, won: list[str], name: str, take: Callable[[], bool]) -> None:
-    start.wait()
-    if take():
-        won.append(name)
+    for read in (future.result, future.exception, future.value):
+        with pytest.raises(CancelledError):
+            read()
 
 
 def test_one_of_many_claims() -> None:
+    def race(name: str, take: Callable[[], bool]) -> None:
+        start.wait()
+        if take():
+            won.append(name)
+
     for _ in range(200):
         future: Future[None] = Future()
         start = threading.Barrier(3)
         won: list[str] = []
-
         contenders = [("worker", future.claim), ("waiter", future.claim), ("user", future.cancel)]
-        threads = [
-            threading.Thread(target=_race, args=(start, won, name, take))
-            for name, take in contenders
-        ]
+        threads = [threading.Thread(target=race, args=one) for one in contenders]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -95,20 +89,17 @@ def test_one_of_many_claims() -> None:
         assert future.running() == (won != ["user"])
 
 
-def test_set_running_or_notify_cancel() -> None:
-    future: Future[int] = Future()
-    assert future.set_running_or_notify_cancel()
-    with pytest.raises(RuntimeError, match="already running"):
-        future.set_running_or_notify_cancel()
-
-
 @pytest.mark.parametrize("make", [lambda: _finished(1), _cancelled], ids=["finished", "cancelled"])
-def test_completed_twice(make: Callable[[], Future[Any]]) -> None:
+def test_a_future_that_is_done(make: Callable[[], Future[Any]]) -> None:
+    """It cannot be completed again, and callbacks are called at once."""
     future = make()
     with pytest.raises(InvalidStateError, match="already"):
         future.set_result(2)
     with pytest.raises(InvalidStateError, match="already"):
         future.set_exception(ValueError())
+    seen: list[Future[Any]] = []
+    future.add_done_callback(seen.append)
+    assert seen == [future]
 
 
 @pytest.mark.parametrize("wrong", [None, ValueError, "ValueError"])
@@ -119,21 +110,18 @@ def test_set_exception_refuses_other_objects(wrong: Any) -> None:
     assert not future.done()
 
 
-def test_stop_iteration_is_replaced() -> None:
-    future: Future[int] = Future()
-    stop = StopIteration(3)
-    future.set_exception(stop)
-    with pytest.raises(RuntimeError, match="StopIteration") as raised:
-        future.result()
-    assert raised.value.__cause__ is stop
-
-
-def test_callbacks_are_called_in_order_by_the_completing_thread() -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
+def test_callbacks_are_called_in_order_by_the_completing_thread(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of one of them is logged."""
     future: Future[int] = Future()
     seen: list[tuple[int, Future[int], str]] = []
 
     def see(n: int, done: Future[int]) -> None:
         seen.append((n, done, threading.current_thread().name))
+        if n == 1:
+            raise error
 
     for n in range(3):
         future.add_done_callback(functools.partial(see, n))
@@ -141,32 +129,6 @@ def test_callbacks_are_called_in_order_by_the_completing_thread() -> None:
     thread.start()
     thread.join()
     assert seen == [(n, future, "completer") for n in range(3)]
-
-
-@pytest.mark.parametrize("make", [lambda: _finished(1), _cancelled], ids=["finished", "cancelled"])
-def test_a_callback_on_a_done_future_is_called_at_once(make: Callable[[], Future[Any]]) -> None:
-    seen: list[Future[Any]] = []
-    future = make()
-    future.add_done_callback(seen.append)
-    assert seen == [future]
-
-
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt])
-def test_an_error_of_a_callback_is_logged(
-    error: type[BaseException], caplog: pytest.LogCaptureFixture
-) -> None:
-    future: Future[int] = Future()
-    seen: list[Future[int]] = []
-
-    def fail(_: Future[int]) -> None:
-        raise error
-
-    future.add_done_callback(fail)
-    future.add_done_callback(seen.append)
-    thread = threading.Thread(target=future.set_result, args=(1,))
-    thread.start()
-    thread.join()
-    assert seen == [future]
     [record] = caplog.records
     assert (record.name, record.levelno) == ("concurrent.futures", logging.ERROR)
     assert record.exc_info is not None
@@ -233,43 +195,35 @@ def test_repr() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.parametrize(
-    "return_when",
-    [
-        concurrent.futures.ALL_COMPLETED,
-        concurrent.futures.FIRST_COMPLETED,
-        concurrent.futures.FIRST_EXCEPTION,
-    ],
-)
+@pytest.mark.parametrize("return_when", ["ALL_COMPLETED", "FIRST_COMPLETED", "FIRST_EXCEPTION"])
 def test_concurrent_futures_wait(when: str, return_when: str) -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
 
     def complete() -> None:
+        if when == "meanwhile":
+            until_blocked(threading.main_thread())
         futures[0].set_result(1)
         futures[1].cancel()
         futures[2].set_exception(ValueError())
 
-    def complete_when_blocked() -> None:
-        until_blocked(threading.main_thread())
-        complete()
-
-    thread = threading.Thread(target=complete_when_blocked)
+    assert concurrent.futures.wait(futures, timeout=0.01).not_done == {*futures}
+    thread = threading.Thread(target=complete)
+    thread.start()
     if when == "before":
-        complete()
-    else:
-        thread.start()
-    done, pending = concurrent.futures.wait(futures, timeout=30, return_when=return_when)
-    assert done
-    if return_when == concurrent.futures.ALL_COMPLETED:
-        assert (done, pending) == (set(futures), set())
-    if return_when == concurrent.futures.FIRST_EXCEPTION:
-        assert futures[2] in done
-    if when == "meanwhile":
         thread.join()
+    done, pending = concurrent.futures.wait(futures, timeout=30, return_when=return_when)
+    thread.join()
+    assert done
+    if return_when == "ALL_COMPLETED":
+        assert (done, pending) == (set(futures), set())
+    if return_when == "FIRST_EXCEPTION":
+        assert futures[2] in done
 
 
 def test_concurrent_futures_as_completed() -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
+    with pytest.raises(TimeoutError):
+        next(concurrent.futures.as_completed(futures, timeout=0.01))
     futures[2].set_result(2)
     order = concurrent.futures.as_completed(futures, timeout=30)
     assert next(order) is futures[2]
@@ -279,27 +233,16 @@ def test_concurrent_futures_as_completed() -> None:
     assert next(order) is futures[0]
 
 
-def test_concurrent_futures_wait_times_out() -> None:
-    future: Future[int] = Future()
-    assert concurrent.futures.wait([future], timeout=0.01).not_done == {future}
-    with pytest.raises(TimeoutError):
-        next(concurrent.futures.as_completed([future], timeout=0.01))
-
-
 @pytest.mark.asyncio
 async def test_asyncio_wrap_future() -> None:
-    good: Future[int] = Future()
-    bad: Future[int] = Future()
-    dropped: Future[int] = Future()
+    good, bad, dropped, unwanted = (Future[int]() for _ in range(4))
     wrapped = [asyncio.wrap_future(future) for future in (good, bad, dropped)]
     good.set_result(1)
     bad.set_exception(ValueError("bad"))
     dropped.cancel()
     outcomes = await asyncio.gather(*wrapped, return_exceptions=True)
-    assert outcomes[0] == 1
-    assert repr(outcomes[1]) == "ValueError('bad')"
+    assert list(map(repr, outcomes[:2])) == ["1", "ValueError('bad')"]
     assert isinstance(outcomes[2], asyncio.CancelledError)
-    unwanted: Future[int] = Future()
     asyncio.wrap_future(unwanted).cancel()
     await asyncio.sleep(0)
     assert unwanted.cancelled()
@@ -341,56 +284,29 @@ def test_value() -> None:
     assert future.value() == 1
     with pytest.raises(ZeroDivisionError):
         _failed(ZeroDivisionError()).value()
-    future = Future()
-    future.cancel()
-    with pytest.raises(CancelledError):
-        future.value()
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        _failed(StopIteration(3)).value()
 
 
 @pytest.mark.anyio
-async def test_wait_on_an_event_loop_refuses_to_block() -> None:
+@pytest.mark.parametrize("error", [None, ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
+async def test_awaited_by_many_tasks_and_again(error: type[BaseException] | None) -> None:
     future: Future[int] = Future()
-    with pytest.raises(aiopar.BlockingWaitError, match="await"):
-        future.wait()
-    future.set_result(1)
-    assert future.wait() == 1
-
-
-@pytest.mark.anyio
-async def test_awaited_by_many_tasks_and_again() -> None:
-    future: Future[int] = Future()
-    seen: list[int] = []
-
-    async def read() -> None:
-        seen.append(await future)
-
-    async with anyio.create_task_group() as tasks:
-        for _ in range(5):
-            tasks.start_soon(read)
-        await anyio.wait_all_tasks_blocked()
-        future.set_result(7)
-    assert seen == [7] * 5
-    assert await future == 7
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("error", [ValueError, SystemExit, KeyboardInterrupt, GeneratorExit])
-async def test_errors_reach_every_awaiter(error: type[BaseException]) -> None:
-    future: Future[int] = Future()
-    caught: list[BaseException] = []
+    seen: list[object] = []
 
     async def read() -> None:
         try:
-            await future
+            seen.append(await future)
         except BaseException as raised:  # noqa: BLE001
-            caught.append(raised)
+            seen.append(type(raised))
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(read)
-        tasks.start_soon(read)
+        for _ in range(3):
+            tasks.start_soon(read)
         await anyio.wait_all_tasks_blocked()
-        future.set_exception(error())
-    assert [type(raised) for raised in caught] == [error] * 2
+        future.set_result(7) if error is None else future.set_exception(error())
+    await read()
+    assert seen == [error or 7] * 4
 
 
 @pytest.mark.anyio
@@ -458,10 +374,13 @@ async def _later(_: object) -> None:
 def test_then() -> None:
     future: Future[int] = Future()
     chained = future.then(lambda done: done.value() + 1).then(lambda done: done.value() * 2)
+    skipped: list[Future[int]] = []
+    assert future.then(skipped.append).cancel()
     assert not chained.done()
     future.set_result(3)
     assert chained.value() == 8
     assert future.then(lambda done: done.value()).value() == 3
+    assert not skipped
 
 
 def test_then_is_called_however_the_future_ended() -> None:
@@ -469,10 +388,7 @@ def test_then_is_called_however_the_future_ended() -> None:
     failed = _failed(error).then(lambda done: done.value()).then(lambda done: done.value())
     assert failed.exception() is error
     assert _failed(error).then(lambda done: done.exception()).value() is error
-    cancelled: Future[int] = Future()
-    after = cancelled.then(lambda done: done.cancelled())
-    cancelled.cancel()
-    assert after.value()
+    assert _cancelled().then(lambda done: done.cancelled()).value()
 
 
 def test_then_refuses_functions_that_cannot_be_called() -> None:
@@ -481,15 +397,6 @@ def test_then_refuses_functions_that_cannot_be_called() -> None:
         future.then(None)  # type: ignore[arg-type]  # wrong on purpose
     with pytest.raises(TypeError, match="is a coroutine function"):
         future.then(_later)
-
-
-def test_then_of_a_cancelled_child_is_skipped() -> None:
-    future: Future[int] = Future()
-    seen: list[Future[int]] = []
-    child = future.then(seen.append)
-    assert child.cancel()
-    future.set_result(1)
-    assert not seen
 
 
 def test_a_chain_of_any_length() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 import pytest
+import torch
 
 import aiopar
 from aiopar import Future
@@ -105,12 +106,32 @@ async def test_an_error_that_asyncio_awaits_for_a_task_is_freed() -> None:
         assert await survivors(alive) == []
 
 
+def _wait_all(future: Future[Any]) -> None:
+    futures = [future]
+    del future
+    try:
+        aiopar.wait_all(futures)
+    finally:
+        del futures
+
+
 @pytest.mark.usefixtures("_no_gc")
-@pytest.mark.parametrize("verb", [Future.result, Future.value, Future.wait])
-def test_a_raised_error_is_freed_with_its_references(verb: Callable[[Future[Any]], Any]) -> None:
+@pytest.mark.parametrize(
+    "verb", [Future.result, Future.value, Future.wait, Future.exception, aiopar.wait, _wait_all]
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_raised_error_is_freed_with_its_references(
+    verb: Callable[[Future[Any]], Any], wrapped: bool
+) -> None:
     error = _Error()
     future: Future[Any] = Future()
-    future.set_exception(error)
+    if wrapped:
+        theirs: torch.futures.Future[Any] = torch.futures.Future()
+        future = aiopar.wrap_future(theirs)
+        theirs.set_exception(error)
+        del theirs
+    else:
+        future.set_exception(error)
     left: list[weakref.ref[Any]] = [weakref.ref(error), weakref.ref(future)]
     del error
     with contextlib.suppress(_Error):
@@ -139,16 +160,8 @@ def test_a_future_made_by_then_is_freed_with_its_references(how: str) -> None:
     parent: Future[int] = Future()
     child = parent.then(Future.value)
     refs: list[weakref.ref[Any]] = [weakref.ref(parent), weakref.ref(child)]
-    if how == "done":
-        parent.set_result(1)
-    else:
-        child.cancel()
+    parent.set_result(1) if how == "done" else child.cancel()
     del parent, child
-    assert [ref() for ref in refs] == [None] * 2
-
-
-@pytest.mark.usefixtures("_no_gc")
-def test_a_future_of_no_futures_is_freed_with_its_references() -> None:
     nothing: list[Future[int]] = []
-    ref = weakref.ref(aiopar.collect_all(nothing))
-    assert ref() is None
+    refs.append(weakref.ref(aiopar.collect_all(nothing)))
+    assert [ref() for ref in refs] == [None] * 3

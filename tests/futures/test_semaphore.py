@@ -26,105 +26,47 @@ STEPS = st.lists(
 )  # fmt: skip
 
 
-async def settled() -> None:
-    """Let every task run until it waits."""
-    for _ in range(3):
-        await delivered()
-        await asyncio.sleep(0)
-
-
-class Clients:
-    """Tasks that acquire a permit and keep it, beside a model of who must have one."""
-
-    def __init__(self, permits: int) -> None:
-        self.semaphore = Semaphore(permits)
-        self.permits: float = permits
-        self.held = 0
-        self.tasks: list[asyncio.Task[None]] = []
-        self.waiting: list[asyncio.Task[None]] = []
-        self.granted: list[asyncio.Task[None]] = []
-
-    async def step(self, step: str) -> None:
-        if step == "acquire":
-            task = asyncio.ensure_future(self.semaphore.acquire())
-            self.tasks.append(task)
-            self.waiting.append(task)
-            await asyncio.sleep(0)  # the task waits now
-            self._grant()
-        elif step == "try_acquire":
-            taken = not self.waiting and self.held < self.permits
-            assert self.semaphore.try_acquire() == taken
-            self.held += taken
-        elif step == "release":
-            if self.held:
-                self.semaphore.release()
-                self.held -= 1
-                self._grant()
-        elif step == "lift":
-            self.semaphore.lift()
-            self.permits = math.inf
-            self._grant()
-        elif step == "settle":
-            await self.check()
-        elif unfinished := [task for task in self.tasks if not task.done()]:
-            await self._cancel(unfinished[0 if step == "cancel first" else -1])
-
-    async def check(self) -> None:
-        """Exactly the tasks that must have a permit have one."""
-        await settled()
-        assert {task for task in self.tasks if task.done()} == {*self.granted}
-        assert self.semaphore.held == self.held
-
-    async def _cancel(self, task: asyncio.Task[None]) -> None:
-        self.tasks.remove(task)
-        task.cancel()
-        await asyncio.wait([task])
-        if task in self.granted:  # the task had got a permit, and had not run since
-            self.granted.remove(task)
-            self.held -= 1
-        else:
-            self.waiting.remove(task)
-        self._grant()
-
-    def _grant(self) -> None:
-        while self.waiting and self.held < self.permits:
-            self.granted.append(self.waiting.pop(0))
-            self.held += 1
-
-
 @given(st.integers(0, 3), STEPS)
 def test_permits_go_out_first_come_first_served(permits: int, steps: list[str]) -> None:
     async def main() -> None:
-        clients = Clients(permits)
-        for step in steps:
-            await clients.step(step)
-        await clients.check()
-        for task in clients.waiting:
+        semaphore, limit, held = Semaphore(permits), float(permits), 0
+        waiting: list[asyncio.Task[None]] = []
+        granted: list[asyncio.Task[None]] = []
+        for step in [*steps, "settle"]:
+            unfinished = [task for task in (*granted, *waiting) if not task.done()]
+            if step == "acquire":
+                waiting.append(asyncio.create_task(semaphore.acquire()))
+                await asyncio.sleep(0)  # the task waits now
+            elif step == "try_acquire":
+                taken = not waiting and held < limit
+                assert semaphore.try_acquire() == taken
+                held += taken
+            elif step == "release" and held:
+                semaphore.release()
+                held -= 1
+            elif step == "lift":
+                semaphore.lift()
+                limit = math.inf
+            elif step == "settle":
+                for _ in range(3):  # let every task run until it waits
+                    await delivered()
+                    await asyncio.sleep(0)
+                assert all(task.done() for task in granted)
+                assert not any(task.done() for task in waiting)
+                assert semaphore.held == held
+            elif step.startswith("cancel") and unfinished:
+                task = unfinished[0 if step == "cancel first" else -1]
+                task.cancel()
+                await asyncio.wait([task])
+                held -= task in granted  # the task had got a permit, and had not run since
+                (granted if task in granted else waiting).remove(task)
+            while waiting and held < limit:
+                granted.append(waiting.pop(0))
+                held += 1
+        for task in waiting:
             task.cancel()
 
     asyncio.run(main())
-
-
-@pytest.mark.anyio
-async def test_a_waiter_that_is_cancelled_with_its_permit_passes_it_on() -> None:
-    semaphore = Semaphore(1)
-    await semaphore.acquire()
-    got: list[str] = []
-
-    async def client(name: str, scope: anyio.CancelScope) -> None:
-        with scope:
-            await semaphore.acquire()
-            got.append(name)
-
-    first, second = anyio.CancelScope(), anyio.CancelScope()
-    async with anyio.create_task_group() as group:
-        for name, scope in (("first", first), ("second", second)):
-            group.start_soon(client, name, scope)
-            await anyio.wait_all_tasks_blocked()
-        semaphore.release()
-        first.cancel()  # it has got the permit, and has not run since
-    assert got == ["second"]
-    assert semaphore.held == 1
 
 
 @pytest.mark.anyio

@@ -1,7 +1,5 @@
 """`aiopar.wrap_future`: torch's futures become awaitable."""
 
-import gc
-import weakref
 from typing import Any, assert_type
 
 import anyio
@@ -78,21 +76,3 @@ def test_without_a_new_thread_the_completing_thread_waits() -> None:
     theirs.set_result(torch.ones(3, device="sim:0") + 1)
     with no_more_threads():
         assert aiopar.wrap_future(theirs).result(30).tolist() == [2, 2, 2]
-
-
-def test_a_wrapped_error_leaves_no_cycle() -> None:
-    class Failed(Exception):
-        """Can be referred to weakly."""
-
-    gc.collect()
-    gc.disable()
-    try:
-        theirs: torch.futures.Future[Any] = torch.futures.Future()
-        ours = aiopar.wrap_future(theirs)
-        left = weakref.ref(ours)
-        theirs.set_exception(Failed())
-        assert isinstance(ours.exception(), Failed)
-        del ours, theirs
-        assert left() is None
-    finally:
-        gc.enable()
