@@ -102,8 +102,7 @@ class PrometheusMetrics:
     ) -> None:
         self._registry = check_registry(registry)
         _check_resources(resources)
-        if not isinstance(namespace, str):
-            raise TypeError(f"namespace must be a str, not {described(namespace)}")
+        check_instance("namespace", namespace, str)
         # prometheus-client accepts every character, and replaces the wrong ones by `_`.
         if namespace and not re.fullmatch("[A-Za-z_:][A-Za-z0-9_:]*", namespace):
             raise ValueError(

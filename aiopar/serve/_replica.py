@@ -192,7 +192,7 @@ class PoolReplica:
         self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before
         self._completed = self._failed = 0
         self._busy_seconds = 0.0
-        _replicas.add(self)
+        all_replicas.add(self)
 
     def __repr__(self) -> str:
         return f"<replica {self.index} on {self.worker.label}, {self.state}>"
@@ -246,20 +246,12 @@ class PoolReplica:
             ReplicaFailed: The replica is broken or out of service.
             ServiceClosed: The pool is closed.
         """
-        error: BaseException | None = None
         self.in_flight.try_acquire()
         try:
             return self.answer(caller, compute, args)
-        except OutsideModule as outside:
-            error, outside.__cause__ = outside.__cause__, None
         finally:
             self.in_flight.release()
             del args  # an error's traceback holds this frame
-        try:
-            assert error is not None  # noqa: S101  # it has a cause
-            raise error
-        finally:
-            del error
 
     def answer(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """As `run_batch`, for a caller that holds a permit of `in_flight`."""
@@ -270,12 +262,13 @@ class PoolReplica:
                 raise ServiceClosed("the pool was closed before the call began")
             raise ReplicaFailed(f"replica {self.index} is out of service", module)
         began, completed = perf_counter(), False
+        foreign: BaseException | None = None
         try:
             output = self.worker.run(fn, (self._call(module), *args), NO_KWARGS, caller)
             completed = True
             return output
-        except OutsideModule:
-            raise
+        except OutsideModule as outside:
+            foreign, outside.__cause__ = outside.__cause__, None
         except (Exception, SystemExit) as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
@@ -293,6 +286,11 @@ class PoolReplica:
                 if completed:
                     self._consecutive_failures = 0
             del args, fn  # an error's traceback holds this frame
+        try:
+            assert foreign is not None  # noqa: S101  # `OutsideModule` has a cause
+            raise foreign
+        finally:
+            del foreign
 
     def _call(self, module: nn.Module) -> "ModuleCall":
         return ModuleCall(module, self.worker.device, self._settings.inference_mode)
@@ -399,18 +397,5 @@ def _moved(value: Any, device: torch.device) -> Any:
     return move_tree(value, device)
 
 
-_replicas: Registry[PoolReplica] = Registry()  # of all pools in the process
-
-
-def make_replicas(
-    executor: DeviceExecutor, devices: Sequence[torch.device], settings: ReplicaSettings
-) -> tuple[PoolReplica, ...]:
-    """Make a replica without a module for each device, each with its own worker of `executor`.
-
-    Pools that share an executor take different workers as long as there are enough.
-
-    Raises:
-        ValueError: The executor has too few workers on a device.
-    """
-    workers = executor._one_for_each(devices, [replica.worker for replica in _replicas])
-    return tuple(PoolReplica(n, executor, worker, settings) for n, worker in enumerate(workers))
+all_replicas: Registry[PoolReplica] = Registry()
+"""The replicas of all pools in the process."""

@@ -41,9 +41,9 @@ from ._replica import (
     PoolReplica,
     ReplicaFailed,
     ReplicaSettings,
+    all_replicas,
     copies_of,
     loaded_copy,
-    make_replicas,
     warmup_calls,
 )
 from ._settings import condition, name_for
@@ -371,7 +371,11 @@ class ReplicaPool(Generic[Out_co]):
             if self._opening is not None:
                 return self._opening
             executor = self._executor or caller.context().run(get_executor)
-            replicas = make_replicas(executor, self.devices, self._settings)
+            # Pools that share an executor take different workers as long as there are enough.
+            taken = [replica.worker for replica in all_replicas]
+            workers = executor._one_for_each(self.devices, taken)
+            numbered = enumerate(workers)
+            replicas = [PoolReplica(n, executor, one, self._settings) for n, one in numbered]
             executor._dispatcher.pool.followers.add(WeakMethod(self._follow))
             tasks = self._tasks = Tasks(caller)
             opening = self._opening = running_future()

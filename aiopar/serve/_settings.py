@@ -102,8 +102,7 @@ def name_for(named: object, name: str | None) -> str:
     """`name`, or the name of the function, or of the class of the object."""
     if name is None:
         return str(name_of(named))
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, not {type(name).__name__}")
+    check_instance("name", name, str)
     return name
 
 

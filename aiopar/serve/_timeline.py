@@ -123,42 +123,32 @@ class Trace:
         """The calls and batches that have not ended."""
         self.loops: dict[int, str] = {}
         """The name of the event loop of each thread."""
-        self._heartbeats: dict[Waker, Repeating] = {}
+        self._heartbeats: dict[Waker | None, Repeating] = {}
         self._makers = partial(_Calls, self), partial(_Batches, self)
 
-    # Entering and leaving.
-
     def __enter__(self) -> Self:
-        self._open()
-        self._begin()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._write(self._end())
-
-    async def __aenter__(self) -> Self:
-        await anyio.to_thread.run_sync(self._open)
-        self._begin()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        unfinished = self._end()
-        with cancel_scope(shield=True):
-            await anyio.to_thread.run_sync(self._write, unfinished)
-
-    def _open(self) -> None:
         if self._process:
             raise RuntimeError("a trace can be entered once: call aiopar.trace() again")
-        self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  # `_write` closes it
+        self._file = open(self._path, "w", encoding="utf-8")  # `_write` closes it
         self._process = os.getpid()
-
-    def _begin(self) -> None:
         self._began = monotonic()
         self._recording = True
         self.see_loop()
         make_calls, make_batches = self._makers
         all_executors.add(make_calls)
         all_batchers.add(make_batches)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._write(self._end())
+
+    async def __aenter__(self) -> Self:
+        return self.__enter__()
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        unfinished = self._end()
+        with cancel_scope(shield=True):
+            await anyio.to_thread.run_sync(self._write, unfinished)
 
     def _end(self) -> list[_Bar]:
         """Stop recording, and return the bars of what still runs."""
@@ -176,14 +166,11 @@ class Trace:
         ]
 
     def _write(self, unfinished: list[_Bar]) -> None:
-        file = self._file
+        file, events, most = self._file, self.events, self.events.maxlen
         if file is None or os.getpid() != self._process:
             return  # a forked child leaves the file to its parent
-        events = self.events
-        if len(events) == events.maxlen:
-            logger.warning(
-                "%s has only the latest %d events: see max_events", self._path, events.maxlen
-            )
+        if len(events) == most:
+            logger.warning("%s has only the latest %d events: see max_events", self._path, most)
         bars, items = list[_Bar](), list[_Item]()
         while events:  # not by iteration, because late events may still come
             event = events.popleft()
@@ -208,9 +195,9 @@ class Trace:
 
     def _look_for_stall(self, waker: Waker | None) -> None:
         """Record a stall if the heartbeat of `waker`, this thread's loop, is late."""
-        if waker is None or waker not in self._heartbeats:
+        heartbeat = self._heartbeats.get(waker)
+        if heartbeat is None:
             return
-        heartbeat = self._heartbeats[waker]
         if (late := heartbeat.late) >= _STALL:
             row, now = self.loops[get_ident()] + _STALLS, monotonic()
             self.events.append(_Bar(row, "stall", {}, now - late, now))

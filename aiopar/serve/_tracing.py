@@ -135,8 +135,8 @@ class _Spans(BatchObserver):
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         span = self._batches.pop(batch)
-        span.set_attribute("aiopar.batch.outputs", batch.outputs)
-        span.set_attribute("aiopar.batch.errors", batch.errors)
+        counts = {"aiopar.batch.outputs": batch.outputs, "aiopar.batch.errors": batch.errors}
+        span.set_attributes(counts)
         self._end(span, error)
 
     def _end(self, span: "Span", error: BaseException | None) -> None:
