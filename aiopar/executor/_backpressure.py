@@ -54,11 +54,7 @@ class Admission:
         self._admit()
 
     def request_now(self, call: Call[Any], group: Sequence[Worker]) -> Worker:
-        """Return a worker that has room now, after all requests that wait.
-
-        Raises:
-            QueueFull: Every queue holds `max_pending` calls, or the room is reserved.
-        """
+        """Return a worker that has room now, which no waiting request reserves, or `QueueFull`."""
         with self._lock:
             waiting = {groups for _, groups, _ in tuple(self._waiting.values())}
             reserved = {worker for groups in waiting for some in groups for worker in some}

@@ -215,9 +215,7 @@ class Gang:
     def abort(self, failed: Future[Any] | None = None) -> None:
         """End every wait and drop the members that have not started; later calls do nothing.
 
-        Args:
-            failed: The future of a replica that failed: the dropped members get its error. None:
-                the parallel call is cancelled.
+        The dropped members get the error of `failed`. None: the parallel call is cancelled.
         """
         with self._lock:
             if self._aborted:

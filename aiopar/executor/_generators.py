@@ -27,14 +27,11 @@ END: Final[Any] = object()
 class Steps(Generic[T]):
     """An iterator over a generator whose steps may run on different threads, one at a time.
 
-    The generator keeps its own context variables and torch state between steps: a
-    `with torch.no_grad(): yield` does not change the state of the thread. Each step must run under
-    the state of `caller`, as a call with that state does. An error of the generator ends it.
-
-    Args:
-        make: Returns the generator or any other iterable. The first step calls it.
-        caller: The state in which the generator begins.
-        context: The context variables of the generator. None: a copy of the caller's.
+    The first step calls `make`, which returns the generator or any other iterable. The generator
+    keeps its own context variables (`context`, or a copy of the caller's) and torch state between
+    steps: a `with torch.no_grad(): yield` does not change the state of the thread. Each step must
+    run under the state of `caller`, as a call with that state does. An error of the generator ends
+    it.
     """
 
     def __init__(

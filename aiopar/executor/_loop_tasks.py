@@ -30,11 +30,7 @@ def _nothing() -> None:
 
 
 class Tasks:
-    """Tasks on the event loop of the thread that makes this object.
-
-    Args:
-        caller: The state that each step of a task runs under.
-    """
+    """Tasks on the event loop of the thread that makes this object, under the state of `caller`."""
 
     def __init__(self, caller: CallerState) -> None:
         self._caller = caller

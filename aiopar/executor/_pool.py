@@ -57,15 +57,10 @@ class _PoolState(enum.IntEnum):
 
 
 class WorkerPool:
-    """The workers that an executor and its views share; fixed or growing.
+    """The workers that an executor and its views share: one for each of `devices`.
 
-    Args:
-        devices: A worker for each.
-        max_pending: The bound of each worker's queue; None: no bound.
-        num_threads: The threads of an operator in each CPU worker; None: a share of the cores.
-        thread_name_prefix: The threads are named `{prefix}-{device}-{k}`.
-        grows: Whether workers are added when calls ask for more.
-        make_worker: The kind of worker.
+    A pool that `grows` (the default executor's) adds workers when calls ask for more. See
+    `DeviceExecutor` for the other arguments; `make_worker` makes workers of another kind.
     """
 
     def __init__(
@@ -95,7 +90,7 @@ class WorkerPool:
         """The queue that the workers of a device share; a worker of an accelerator shares none."""
         self._common_queue: CallQueue | None = None
         """The queue that all workers share; None if there are several."""
-        # Held while a gang is queued and while the pool grows or closes; never for a single call.
+        # Held while a gang is queued and while the pool grows or closes; not for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
         self._lock = ReentrantLock()
         self._gangs: deque[tuple[Sequence[Call[Any]], Sequence[Worker]]] = deque()
@@ -108,7 +103,7 @@ class WorkerPool:
         if grows:
             self.default_workers = self.workers.copy()
         _pools.add(self)
-        # At exit no threads may start, because nothing would end them. Checked after the
+        # At exit no threads may start, because nothing would end them. This check comes after the
         # registration: an exit that begins later finds this pool.
         if _exiting.is_set():
             self.close(cancel_queued=True)
@@ -168,11 +163,7 @@ class WorkerPool:
                         self._add_worker(device)
 
     def add(self, devices: Sequence[torch.device]) -> list[Worker]:
-        """Add a worker for each of `devices`.
-
-        Raises:
-            ExecutorShutdown: The pool is closed.
-        """
+        """Add a worker for each of `devices`, unless the pool is closed."""
         with self._lock:
             self.check_open()
             for device in devices:
@@ -204,10 +195,7 @@ class WorkerPool:
     def put(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers`, without regard to `max_pending`.
 
-        Raises:
-            ExecutorShutdown: The pool is closed.
-            RuntimeError: No thread can be started for the call. Whatever this raises, the call was
-                dropped and will not run.
+        If this raises (closed, or no thread can be started), the call was dropped.
         """
         if self._state:
             self._take_back_if_closed(call)
@@ -217,8 +205,7 @@ class WorkerPool:
             # Another worker may have taken the call from the queue: then the call runs.
             if _take_back(call) or not isinstance(error, RuntimeError):
                 raise
-        # Closed meanwhile? Then the worker may have ended before it saw this call. Either the
-        # worker claims the call, or it is taken back here.
+        # If the pool was closed meanwhile, the worker may have ended without a look at this call.
         if self._state:
             self._take_back_if_closed(call)
 
@@ -250,12 +237,7 @@ class WorkerPool:
         return None if current_worker() is not None else self.admission
 
     def submit(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        """Queue a call on the least loaded of `workers` that has room, now.
-
-        Raises:
-            ExecutorShutdown: The pool is closed.
-            QueueFull: No worker has room for another call.
-        """
+        """Queue a call on the least loaded of `workers` that has room, or raise `QueueFull`."""
         admission = self._bound
         if admission is not None:
             try:
@@ -286,10 +268,7 @@ class WorkerPool:
 
     @ki_protected
     def put_gang(self, calls: Sequence[Call[Any]], groups: Sequence[Sequence[Worker]]) -> None:
-        """Queue calls that run at the same time, each on a distinct worker of its group.
-
-        They are queued together: at once, or as soon as there is room for all of them.
-        """
+        """Queue a gang, each call on a distinct worker of its group, when all calls have room."""
         self.check_open()
         admission = self._bound
         if admission is None:
@@ -361,8 +340,7 @@ class WorkerPool:
     def close(self, *, cancel_queued: bool) -> None:
         """Take no more calls, except from running calls; the workers end when all are idle.
 
-        Args:
-            cancel_queued: Take no calls from running calls either, and cancel queued calls.
+        `cancel_queued`: take no calls from running calls either, and cancel queued calls.
         """
         with self._lock:
             # Under the lock: no gang is queued after a worker was stopped, and no worker is added
@@ -386,8 +364,8 @@ class WorkerPool:
 
     def _stop_if_drained(self) -> None:
         """Stop the workers if no call runs, and none is queued."""
-        # A running call that submits another call takes this lock after that (`put`), before it
-        # ends. So this check finds the submitter or the submitted call.
+        # A running call takes this lock after it has queued another call (`put`), and before it
+        # ends. So this check finds one of the two.
         with self._lock:
             queued = any(shared.queued for shared in self._shared.values())
             if queued or not all(worker.idle for worker in self.workers):
@@ -405,18 +383,18 @@ class WorkerPool:
         return () if inside else self.workers
 
     def join(self) -> None:
-        """Wait until every worker has ended; inside one of them, wait for none."""
+        """Block until the workers have ended."""
         for worker in self._to_await:
             worker.join()
 
     async def ended(self) -> None:
-        """As `join`, without blocking."""
+        """Wait until the workers have ended."""
         for worker in self._to_await:
             await worker.ended
 
     @property
     def alive(self) -> bool:
-        """Whether threads of the workers run; inside one of them, False."""
+        """Whether threads of the workers run; inside a call of one of them, False."""
         return any(worker.alive for worker in self._to_await)
 
     def forget_after_fork(self) -> None:
@@ -456,8 +434,8 @@ at_second_ctrl_c.append(_kill_hosts)
 
 @atexit.register
 def _close_at_exit() -> None:
-    # Queued calls run, as in `concurrent.futures`. All threads are awaited: a thread inside an
-    # operator while the interpreter ends aborts the process.
+    # Queued calls run, as in `concurrent.futures`. All threads are awaited: a thread that is inside
+    # an operator when the interpreter ends aborts the process.
     ended: set[WorkerPool] = set()
     try:
         if getattr(sys, "last_type", None) is KeyboardInterrupt:  # it has ended the program
@@ -495,10 +473,7 @@ def _forget_after_fork() -> None:
 class Dispatcher:
     """The workers that one executor or view uses, and how its calls are queued.
 
-    Args:
-        pool: Shared by an executor and its views.
-        workers: The workers to use; None: all, also those that the pool adds later.
-        synchronize: Whether calls end only when their result is complete on its accelerator.
+    Without `workers` it has all workers of the pool, also those that the pool adds later.
     """
 
     __slots__ = ("default_workers", "pool", "synchronize", "workers")
@@ -508,10 +483,8 @@ class Dispatcher:
     ) -> None:
         self.pool = pool
         self.workers: Sequence[Worker] = pool.workers if workers is None else workers
-        self.default_workers = (
-            pool.default_workers if self.workers is pool.workers else self.workers
-        )
-        """The workers of calls that ask for no device."""
+        everything = self.workers is pool.workers
+        self.default_workers = pool.default_workers if everything else self.workers
         self.synchronize = synchronize
         if not synchronize:
             self.check_shares_memory("synchronize=False", "its results are always complete")
@@ -533,21 +506,13 @@ class Dispatcher:
         return self.workers if len(mine) == len(self.workers) else mine
 
     def groups_for(self, count: int) -> list[Sequence[Worker]]:
-        """For `count` calls at the same time, the workers that may run each call.
-
-        Raises:
-            ValueError: There are too few workers.
-        """
+        """The workers that may run each of `count` calls at once; ValueError: too few workers."""
         self.ensure(count)
         self._check_enough(count, self.default_workers)
         return [self.default_workers] * count
 
     def groups_on(self, devices: Sequence[torch.device]) -> list[Sequence[Worker]]:
-        """For calls at the same time, the i-th on the i-th device, the workers that may run each.
-
-        Raises:
-            ValueError: There are too few workers on a device.
-        """
+        """The workers that may run each of several calls at once, the i-th on the i-th device."""
         self.pool.ensure(devices)
         groups = {device: self.workers_on(device) for device in dict.fromkeys(devices)}
         for device, group in groups.items():
@@ -562,16 +527,15 @@ class Dispatcher:
     def _check_enough(
         self, wanted: int, workers: Sequence[Worker], device: torch.device | None = None
     ) -> None:
-        if wanted <= len(workers):
-            return
-        where = "" if device is None else f" on {device}"
-        found = f"its workers are on {', '.join(map(str, self.devices))}"
-        if not workers:
-            raise ValueError(f"the executor has no worker{where}: {found}")
-        raise ValueError(
-            f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
-            f"{len(workers)}: {found}"
-        )
+        count, where = len(workers), "" if device is None else f" on {device}"
+        if wanted > count:
+            found = f"its workers are on {', '.join(map(str, self.devices))}"
+            if not count:
+                raise ValueError(f"the executor has no worker{where}: {found}")
+            raise ValueError(
+                f"{wanted} calls at once{where} need {wanted} workers there, but the executor has "
+                f"{count}: {found}"
+            )
 
     @property
     def shares_memory(self) -> bool:
@@ -604,9 +568,9 @@ class Dispatcher:
         self, members: Sequence[GangCall[Any]], groups: Sequence[Sequence[Worker]]
     ) -> None:
         """Queue the members of a gang, the i-th on a worker of the i-th group."""
+        for member in members:
+            self.prepare(member)
         try:
-            for member in members:
-                self.prepare(member)
             self.pool.put_gang(members, groups)
         except BaseException:
             # A member and its future are a cycle until the member is cancelled.

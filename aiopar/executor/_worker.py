@@ -99,10 +99,7 @@ class Worker(Protocol):
 
     @property
     def ready(self) -> bool:
-        """Whether its host runs. A call that fails without a host has not run: it could not start.
-
-        True for a worker that needs no host.
-        """
+        """Whether its host runs, or it needs none. A call that fails without a host has not run."""
 
     @property
     def load(self) -> float:
@@ -126,22 +123,15 @@ class Worker(Protocol):
         """Return `fn(*args, **kwargs)`, run under a caller's state, on a thread of this worker.
 
         Every user function runs here: the function of a call or of a batch, the module of a
-        replica.
-
-        Raises:
-            TypeError: The result is of a type in `NOT_BEGUN`: its code would not run under `state`.
+        replica. A result of a type in `NOT_BEGUN` is a TypeError: its code would run elsewhere.
         """
 
     def keep(self, value: T, *, replica: bool = False) -> T:
-        """What stands for `value` in the arguments of `run`, on every worker of its executor.
+        """What stands for a module or function in the arguments of `run`, on every worker.
 
-        Each host gets one copy of `value`. It may not see later changes of `value`.
-
-        Args:
-            value: A module or function that many calls use. If it stands for a value already, hosts
-                make another copy of that value.
-            replica: Whether the copy of a module is moved to the device of its host, and its
-                weights require no gradients.
+        Each host gets one copy, which may not see later changes of `value`. If `value` stands for a
+        value already, hosts make another copy. The copy of a module for a `replica` is moved to the
+        device of its host, and its weights require no gradients.
         """
 
     def expect_launches(self) -> None:
@@ -160,10 +150,7 @@ class Worker(Protocol):
         """End its host at once if a call runs there: the call raises `WorkerLost`; never blocks.
 
         Without a host this does nothing: no thread can be interrupted. If its executor is being
-        closed, no other host is started.
-
-        Args:
-            left_only: Only if the caller has left.
+        closed, no other host is started. `left_only`: only if the caller has left.
         """
 
     def stop(self) -> None:
