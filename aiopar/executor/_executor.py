@@ -255,7 +255,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             fns.append(fn_and_args)
         groups = self._dispatcher.groups_for(len(fns))
         gang = Gang()
-        members: list[GangCall[R]] = [gang.add(fn, tuple(args)) for fn, *args in fns]
+        members: list[GangCall[R]] = [GangCall(gang, fn, tuple(args)) for fn, *args in fns]
         self._dispatcher.submit_gang(members, groups)
         return [member.future for member in members]
 
@@ -298,11 +298,7 @@ class DeviceExecutor(concurrent.futures.Executor):
     def _one_for_each(
         self, devices: Sequence[torch.device], taken: Sequence[Worker] = ()
     ) -> list[Worker]:
-        """A worker of its own for each of `devices`: one that is least often in `taken`.
-
-        Raises:
-            ValueError: There are too few workers on a device.
-        """
+        """A worker of its own for each of `devices`: one that is least often in `taken`."""
         chosen: list[Worker] = []
         for group in self._dispatcher.groups_on(devices):
             chosen.append(min((w for w in group if w not in chosen), key=taken.count))
@@ -441,10 +437,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     ) -> None:
         """Drain: take no more calls, run the queued ones, and wait until all threads have ended.
 
-        Calls that running calls submit (`fork`, ...) run too.
-
         Args:
-            drain: Whether to run the queued calls. If False, they are cancelled.
+            drain: Whether to run the queued calls, and those that running calls submit. If False,
+                queued calls are cancelled.
             timeout: After so many seconds the queued calls are cancelled, and running calls are not
                 awaited: no thread can be interrupted. None: wait for all calls.
         """
@@ -495,11 +490,7 @@ class DeviceExecutor(concurrent.futures.Executor):
 
 
 def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
-    """Return `executor`, which must be None or a `DeviceExecutor`.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return `executor`; TypeError if it is neither None nor a `DeviceExecutor`."""
     if executor is not None:
         check_instance("executor", executor, DeviceExecutor)
     return executor

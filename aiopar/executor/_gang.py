@@ -149,14 +149,12 @@ class Gang:
         self._blocked = False
         self._callbacks: list[Callable[[], object]] = []
 
-    def add(
-        self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
-    ) -> "GangCall[T]":
-        """Add a member, before any member is queued."""
-        member = GangCall(self, self.count, fn, args, state)
-        self._unstarted[self.count] = member
+    def add(self, member: "GangCall[Any]") -> int:
+        """Add a member, before any member is queued; return its index."""
+        index = self.count
+        self._unstarted[index] = member
         self.count += 1
-        return member
+        return index
 
     def started(self, index: int) -> None:
         """Forget member `index`: it runs, or is dropped."""
@@ -262,14 +260,13 @@ class GangCall(FutureCall[T]):
     def __init__(
         self,
         gang: Gang,
-        index: int,
         fn: Callable[..., T],
         args: tuple[Any, ...],
-        state: CallerState | None,
+        state: CallerState | None = None,
     ) -> None:
         super().__init__(fn, args, state)
         self._gang = gang
-        self.replica: Replica = Replica(gang, index)
+        self.replica: Replica = Replica(gang, gang.add(self))
         context = self.state.context()
         context.run(_current.set, self.replica)
         self.state = self.state.with_context(context)

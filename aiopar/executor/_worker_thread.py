@@ -206,8 +206,6 @@ class ThreadWorker:
         for each in self.queues:
             each.wake_for_rest()
 
-    # Threads.
-
     def wake(self) -> None:
         shares = self.shares
         try:
@@ -227,10 +225,8 @@ class ThreadWorker:
     def _start_thread(self, before: "_WorkerThread | None") -> bool:
         """Start a thread that serves instead of `before`; with the lock held.
 
-        False: a signal handler has interrupted this method, and has started a thread.
-
-        Raises:
-            RuntimeError: No thread can be started; `before` serves on.
+        False: a signal handler has interrupted this method, and has started a thread. If no thread
+        can be started (RuntimeError), `before` serves on.
         """
         thread = _WorkerThread(self)
         gone = [one for one in self._threads if not one.is_alive()]
@@ -249,13 +245,10 @@ class ThreadWorker:
             return self.thread is thread
 
     def hand_over(self, thread: "_WorkerThread") -> bool:
-        """Start a thread that takes over the queues, because `thread` is about to block.
+        """Start a thread that takes over the queues; False if `thread` has handed over before.
 
-        False: `thread` has handed over before.
-
-        Raises:
-            RuntimeError: No thread can be started. Then `thread` must not block: it may wait for a
-                call that is queued here.
+        If no thread can be started (RuntimeError), `thread` must not block: it may wait for a call
+        that is queued here.
         """
         with self._lock:
             return self.thread is thread and self._start_thread(thread)

@@ -139,7 +139,7 @@ class _ParallelCall:
         gang = Gang()
         members: list[GangCall[Any]] = []
         for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
-            member = gang.add(module, args, self._state)
+            member = GangCall(gang, module, args, self._state)
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
