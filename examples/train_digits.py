@@ -20,8 +20,6 @@ from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
 from matplotlib import pyplot
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from tqdm import tqdm
@@ -72,6 +70,9 @@ class Curve:
 
 def read_digits(device: torch.device) -> tuple[Digits, Digits]:
     """The training and the test images."""
+    from sklearn.datasets import load_digits  # takes seconds
+    from sklearn.model_selection import train_test_split
+
     images, labels = load_digits(return_X_y=True)
     split = train_test_split(images, labels, test_size=0.2, stratify=labels, random_state=SEED)
     tensors = [torch.as_tensor(part, device=device) for part in split]

@@ -215,6 +215,10 @@ def _build_error() -> Exception | None:
     """Build and register the simulated accelerator, once; return what kept it from it."""
     try:
         simdevice.load()
+        # torch imports its meta kernels in Python, a second of work under the GIL, when the first
+        # of them runs: let that be here, and not on a worker whose loop is being watched.
+        shape = torch.empty(1, device="meta")
+        torch.mul(shape, shape, out=shape)
     except Exception as error:  # noqa: BLE001 - what the compiler says goes to every test that asks
         return error
     return None

@@ -1,5 +1,6 @@
 """The corpus, a few modules of it: killed in the middle it ends up as if it had not been."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ from examples.quickstart import SentenceEncoder
 pytestmark = pytest.mark.timeout(300)  # each run imports transformers and runs a real model
 
 # Killed, as by `kill -9`, in the third window: half way through its file, or before it is known.
+# The imports take seconds: each run is a fork of one process that has done them.
 _PROGRAM = """
 import json, os, signal, sys
 from types import SimpleNamespace
+import transformers.models.bert.modeling_bert
 from examples import embed_corpus
 
 embed_corpus.WINDOW, embed_corpus.BATCH = 8, 4
@@ -31,49 +34,46 @@ def kill_at_third(original):
         return original(*args)
     return call
 
-if sys.argv[2] == "file":
-    os.fsync = kill_at_third(os.fsync)
-elif sys.argv[2] == "state":
-    embed_corpus.json = SimpleNamespace(dumps=kill_at_third(json.dumps), loads=json.loads)
-embed_corpus.main(["--files", "12", "--out", sys.argv[1]])
+def run(out, killed_in):
+    if killed_in == "file":
+        os.fsync = kill_at_third(os.fsync)
+    elif killed_in == "state":
+        embed_corpus.json = SimpleNamespace(dumps=kill_at_third(json.dumps), loads=json.loads)
+    embed_corpus.main(["--files", "12", "--out", out])
+
+for number, (out, killed_in) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+    if not (child := os.fork()):
+        run(out, killed_in)
+        break
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print(f"run {number} ended with {code}, {os.path.exists(out)}", flush=True)
 """
-
-
-def run(out: Path, *, killed_in: str = "nothing") -> tuple[int, str]:
-    finished = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(out), killed_in],
-        cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    return finished.returncode, finished.stdout
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    out = tmp_path_factory.mktemp("corpus") / "unbroken.safetensors"
-    code, printed = run(out)
-    assert code == 0
-    assert "is the bottleneck" in printed
-    return out.read_bytes()
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
 @pytest.mark.parametrize("killed_in", [pytest.param("file", marks=pytest.mark.slow), "state"])
 def test_killed_in_the_middle_it_goes_on_and_ends_up_the_same(
-    killed_in: str, unbroken: bytes, tmp_path: Path
+    killed_in: str, tmp_path: Path
 ) -> None:
-    out = tmp_path / "corpus.safetensors"
-    assert run(out, killed_in=killed_in) == (-signal.SIGKILL, "")
-    assert not out.exists()
-    code, printed = run(out)
-    assert code == 0
-    assert "continuing after 2 windows" in printed
-    assert out.read_bytes() == unbroken
-    assert list(tmp_path.iterdir()) == [out]
+    out, unbroken = tmp_path / "corpus.safetensors", tmp_path / "unbroken.safetensors"
+    runs = [out, killed_in, out, "nothing", unbroken, "nothing"]
+    finished = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *map(str, runs)],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        timeout=250,
+        check=True,
+    )
+    killed, continued, whole = re.split(r"run \d ended with ", finished.stdout)[:3]
+    assert killed == ""
+    assert continued.startswith("-9, False\n")
+    assert "continuing after 2 windows" in continued
+    assert whole.startswith("0, True\n")
+    assert "is the bottleneck" in whole
+    assert out.read_bytes() == unbroken.read_bytes()
+    assert {*tmp_path.iterdir()} == {out, unbroken}
 
 
 def test_rows_are_the_paragraphs_in_order(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import aiopar
 from aiopar.serve import Batcher, BatcherStats
-from tests.workers import MakeWorkers, Workers
+from tests.workers import KINDS, MakeWorkers, Workers
 
 from .batches import LONG, Callers, Recorder, busy, open_batcher, outcomes_of, until
 
@@ -36,9 +36,10 @@ async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free(workers:
         assert callers.outcomes == {"first": "first", 1: "1", 2: "2", 3: "3"}
 
 
-async def test_as_many_batches_run_at_once_as_concurrency_says(make_workers: MakeWorkers) -> None:
+@pytest.mark.parametrize("make", KINDS)
+async def test_as_many_batches_run_at_once_as_concurrency_says(make: MakeWorkers) -> None:
     async with (
-        make_workers(3) as executor,
+        make(3) as executor,
         busy(workers=executor, always=True, concurrency=2) as callers,
     ):
         callers.call(1)

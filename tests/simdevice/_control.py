@@ -61,10 +61,6 @@ def load() -> None:
     register: Callable[[str, object], None] = torch._register_device_module
     register("sim", _sim)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
-    # torch imports its meta kernels in Python, a second of work under the GIL, when the first of
-    # them runs: let that be here, and not on a worker whose loop is being watched.
-    shape = torch.empty(1, device="meta")
-    torch.mul(shape, shape, out=shape)
 
 
 def _devices(wanted: _Device) -> list[int]:
