@@ -550,7 +550,8 @@ class Batcher(Generic[In_contra, Out_co]):
             if runner is not None:
                 present.remove(runner)
             else:
-                where = (replica.executor, self._caller, replica, pool._failed)
+                executor = replica.pool_executor._on_worker(replica.worker)
+                where = (executor, self._caller, replica, pool._failed)
                 runner = Runner(scheduler, *options, *where)
             runners.append(runner)
         return runners

@@ -34,14 +34,13 @@ class _Tensors(Protocol[Out_co]):
 Outputs: TypeAlias = _Rows[Out_co] | _Tensors[Out_co]
 """The result for a batch, which `unbatch` splits into outputs."""
 
-_Result: TypeAlias = (
+AnyFunction: TypeAlias = Callable[
+    ...,
     Outputs[Out_co]
     | Awaitable[Outputs[Out_co]]
     | Iterator[Outputs[Out_co]]
-    | AsyncIterator[Outputs[Out_co]]
-)
-
-AnyFunction: TypeAlias = Callable[..., _Result[Out_co]]
+    | AsyncIterator[Outputs[Out_co]],
+]
 """A function of any `FunctionKind`."""
 
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
 from .._base.arguments import check_instance, described
@@ -181,9 +181,7 @@ def check_registry(registry: "CollectorRegistry | None") -> "CollectorRegistry":
     return registry
 
 
-def exposition(
-    registry: "CollectorRegistry", accept: str, names: Sequence[str]
-) -> tuple[bytes, str]:
+def exposition(registry: "CollectorRegistry", accept: str, names: list[str]) -> tuple[bytes, str]:
     """The metrics of a registry as a scrape reads them, and their content type.
 
     Args:
@@ -312,10 +310,9 @@ _METRICS = (
 
 
 class _Collector:
-    """Makes the metrics whenever its registry is read; from any thread.
+    """Makes the metrics whenever its registry is read, from any thread.
 
-    Args:
-        prefix: What all names begin with.
+    The names of metrics begin with `prefix`.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -325,7 +322,8 @@ class _Collector:
         """In the multiprocess mode: what other processes see."""
         self._prefix = prefix
         self._lock = ReentrantLock()  # a signal handler may read the metrics, too
-        self._latest: WeakKeyDictionary[Worker, _Reading] = WeakKeyDictionary()
+        self._latest: WeakKeyDictionary[Worker, tuple[float, float, float]] = WeakKeyDictionary()
+        """When each worker was read, its busy seconds at that time, and its busy ratio."""
         self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
         self._prefixes: Counter[str] = Counter()
 
@@ -358,12 +356,12 @@ class _Collector:
         """The busy share of the time since the last reading that is a second or more ago."""
         now = monotonic()
         with self._lock:
-            latest = self._latest.setdefault(worker, _Reading(now, busy_seconds, 0.0))
-            if (elapsed := now - latest.at) >= 1.0:
+            read_at, before, ratio = self._latest.setdefault(worker, (now, busy_seconds, 0.0))
+            if (elapsed := now - read_at) >= 1.0:
                 # At most 1: a call counts when it ends, and may have begun before that reading.
-                ratio = min(1.0, (busy_seconds - latest.busy_seconds) / elapsed)
-                latest = self._latest[worker] = _Reading(now, busy_seconds, ratio)
-        return latest.ratio
+                ratio = min(1.0, (busy_seconds - before) / elapsed)
+                self._latest[worker] = now, busy_seconds, ratio
+        return ratio
 
     def _name(self, pool: WorkerPool) -> str:
         """The prefix of its threads' names, with a number if several executors have this prefix."""
@@ -374,14 +372,6 @@ class _Collector:
                 count = self._prefixes[prefix]
                 self._names[pool] = prefix if count == 1 else f"{prefix}-{count}"
             return self._names[pool]
-
-
-class _Reading(NamedTuple):
-    """What was read of a worker, and when."""
-
-    at: float
-    busy_seconds: float
-    ratio: float
 
 
 def _add_batcher(

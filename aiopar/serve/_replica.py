@@ -116,7 +116,7 @@ def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
 # Replicas.
 
 _CHECK_PAUSE = 10.0
-"""The pause after a warm-up that failed calls have caused, in multiples of its duration.
+"""The pause after a warm-up for failed calls, in multiples of the warm-up's duration.
 
 Clients that send bad inputs again and again then take little of a replica's time.
 """
@@ -189,18 +189,13 @@ class PoolReplica:
         # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
         self._consecutive_failures = 0
-        self._next_check = 0.0  # by `monotonic`; the warm-up input is not run before
+        self._next_check = 0.0  # the warm-up input is not run before this time, by `monotonic`
         self._completed = self._failed = 0
         self._busy_seconds = 0.0
         all_replicas.add(self)
 
     def __repr__(self) -> str:
         return f"<replica {self.index} on {self.worker.label}, {self.state}>"
-
-    @property
-    def executor(self) -> DeviceExecutor:
-        """A view on its worker."""
-        return self.pool_executor._on_worker(self.worker)
 
     @property
     def in_service(self) -> bool:

@@ -49,9 +49,7 @@ from ._replica import (
 from ._settings import condition, name_for
 from ._stats import PoolStats
 
-_LONGEST_DELAY = 60.0
-"""Seconds between two tries to rebuild a replica, at most."""
-
+_LONGEST_DELAY = 60.0  # seconds between two tries to rebuild a replica, at most
 
 Out_co = TypeVar("Out_co", covariant=True)
 
@@ -61,17 +59,16 @@ class ReplicaPool(Generic[Out_co]):
 
     `DataParallel` splits a batch over all devices. A pool sends each batch to the least loaded
     device, which suits a service: the next batch is always there. Each replica has a worker of its
-    own, and all its calls run there. `torch.nn.parallel` has no such class.
+    own, which runs all its calls. `torch.nn.parallel` has no such class.
 
     - *Weights* are replaced without a pause by `load_state_dict` and `swap`. Each answer comes
       wholly from the old or wholly from the new weights.
-    - *A broken replica* is rebuilt. A replica is broken when `max_failures` calls in a row have
-      failed, and then the warm-up input fails too. The call is tried once more on another replica.
-      The replica is copied again from the pool's module, warmed up and put back in the background.
-      A failed rebuild is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
-      broken, only new weights help. Without a warm-up input no replica counts as broken. If the
-      warm-up input succeeds, the failed calls had bad inputs. The replica then does not run the
-      warm-up input again for ten times as long as this run took.
+    - *A broken replica* is rebuilt: copied again from the pool's module, warmed up and put back in
+      the background. A replica is broken when `max_failures` calls in a row have failed, and then
+      the warm-up input fails too. The call is tried once more on another replica. A failed rebuild
+      is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is broken, only new
+      weights help. Without a warm-up input no replica counts as broken. If the warm-up input
+      succeeds, the calls had bad inputs; for ten times as long as it took, it is not run again.
     - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired: a
       process cannot get a lost device back. Their calls are tried once more on other devices.
 
@@ -85,7 +82,7 @@ class ReplicaPool(Generic[Out_co]):
     its latest module. Their statistics start at 0.
 
     Args:
-        module: The module. The pool does not change it, and keeps it until `swap`.
+        module: The module. The pool does not change it, and keeps it until it gets new weights.
         devices: One replica per entry; repeats are allowed. None: the devices of `executor`.
             Without an executor: every accelerator, or, without accelerators, the CPU once per core
             (at least twice).
@@ -147,8 +144,8 @@ class ReplicaPool(Generic[Out_co]):
         # The fields above change under this lock, and so do the states of replicas.
         # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
-        # When a replica has come into service or left it, this future is done, and the listeners
-        # are called in the thread of that change.
+        # When a replica has come into service or left it: this future is done, and the listeners
+        # are called in the thread of the change.
         self._changed: Future[None] = running_future()
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.
@@ -193,12 +190,11 @@ class ReplicaPool(Generic[Out_co]):
 
     @property
     def _executors(self) -> list[DeviceExecutor]:
-        """The executors of the replicas, for metrics."""
-        return [replica.executor for replica in self._replicas]
+        return [replica.pool_executor for replica in self._replicas]
 
     @property
     def _seconds_busy(self) -> float:
-        """How long each replica in service has run one call, at least."""
+        """The shortest time that a replica in service has run its present call."""
         times = [one.worker.seconds_in_call for one in self._replicas if one.in_service]
         return min(times, default=0.0)
 
@@ -209,10 +205,9 @@ class ReplicaPool(Generic[Out_co]):
         """Return the module's output for a batch, on the device of the replica that ran the batch.
 
         The caller's state is captured now. The replica is chosen when the coroutine is awaited.
-        Inputs are moved to its device. A cancelled call is dropped if it has not started. The end
-        of a call that runs is awaited first.
-
-        Awaiting it raises the module's own error, with a note that names replica and device.
+        Inputs are moved to the replica's device. A call that is cancelled before its start is
+        dropped; the end of a running call is awaited first. An error of the module is raised with a
+        note that names replica and device.
 
         Raises:
             ReplicaUnavailable: No replica is in service (when awaited).
@@ -241,11 +236,10 @@ class ReplicaPool(Generic[Out_co]):
                         run = caller, ModuleCall.run, arguments
                         return await replica.call(caller, replica.answer, *run)
                     except Exception as error:
-                        broken = isinstance(error, ReplicaFailed)
-                        if not (broken or is_device_error(error)):
+                        failure = error.__cause__ if isinstance(error, ReplicaFailed) else error
+                        if failure is error and not is_device_error(error):
                             raise
                         self._failed(replica, error)
-                        failure = error.__cause__ if broken else error
                 # Without a failure the replica went out of service before the call began.
                 if failure is not None:
                     if cause is not None or isinstance(failure, WorkerLost):
@@ -313,13 +307,13 @@ class ReplicaPool(Generic[Out_co]):
         async with self._installing:
             self._check_open()
             if module is None:
-                loaded = await self._usable().call(caller, loaded_copy, self._module, *load)
+                loaded = await self._candidates()[0].call(caller, loaded_copy, self._module, *load)
                 module, keys = loaded
             # A replica that is being rebuilt gets the new module by its rebuild. If no replica
             # serves, all replicas get the module here.
             copies = await self._prepare(caller, module, self._candidates())
             # On a worker, because this call may free the old weights.
-            await self._usable().call(caller, self._install, module, copies)
+            await self._candidates()[0].call(caller, self._install, module, copies)
         return keys
 
     async def _prepare(
@@ -590,16 +584,12 @@ class ReplicaPool(Generic[Out_co]):
             f"no replica is in service: {len(states) - retired} rebuilding, {retired} retired"
         ) from cause
 
-    def _usable(self) -> PoolReplica:
-        """Return the least loaded candidate."""
-        return min(self._candidates(), key=attrgetter("load"))
-
     def _candidates(self) -> list[PoolReplica]:
-        """The replicas in service, or, if there are none, those that are being rebuilt."""
+        """The replicas in service, the least loaded first; without any, those being rebuilt."""
         usable = [one for one in self._replicas if one.state != "retired"]
         if not usable:
             raise ReplicaUnavailable("no replica can serve again: all are retired")
-        return [one for one in usable if one.in_service] or usable
+        return sorted([one for one in usable if one.in_service] or usable, key=attrgetter("load"))
 
     def _install(self, module: nn.Module, copies: Mapping[PoolReplica, nn.Module]) -> None:
         """Serve with these copies of `module` from the next call on."""
@@ -629,11 +619,10 @@ def _check_module(module: object) -> nn.Module:
 
 
 def _log(replica: PoolReplica, out: list[PoolReplica], error: BaseException) -> None:
-    # As text: a log record that keeps the error would keep the weights in its traceback.
-    cause = error.__cause__ if isinstance(error, ReplicaFailed) else None
-    text, device = in_words(error if cause is None else cause), replica.worker.device
+    cause = error.__cause__ if isinstance(error, ReplicaFailed) else error
+    what = f"replica {replica.index} on device {replica.worker.device} is rebuilt"
     if is_device_error(error):
         indices = ", ".join(str(one.index) for one in out)
-        logger.error("device %s is lost, with replicas %s: %s", device, indices, text)
-    else:
-        logger.error("replica %d on device %s is rebuilt: %s", replica.index, device, text)
+        what = f"device {replica.worker.device} is lost, with replicas {indices}"
+    # As text: a log record that keeps the error would keep the weights in its traceback.
+    logger.error("%s: %s", what, in_words(error if cause is None else cause))

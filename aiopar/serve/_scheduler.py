@@ -266,7 +266,7 @@ class Scheduler:
         """Count a request that is refused."""
         with self._lock:
             request.rejected = cause
-            self._tally.rejected(cause)
+            self._tally.rejected[cause] += 1
 
     def _estimated_wait(self, request: Request) -> float:
         """About how many seconds `request`, which is not queued, would wait for its batch."""

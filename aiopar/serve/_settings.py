@@ -51,8 +51,10 @@ def kind_of(fn: Any) -> FunctionKind:
     return FunctionKind.FUNCTION
 
 
+_COUNTS = ("max_batch_size", "max_pending", "concurrency")
 _NUMBERS = ("max_queue_delay", "max_wait", "max_batch_cost", "timeout", "read_timeout")
-_OPTIONAL = ("max_wait", "concurrency", "unbatch_fn", "batch_key", "cost", "max_batch_cost")
+_FUNCTIONS = ("unbatch_fn", "batch_key", "cost")
+_OPTIONAL = ("concurrency", "max_wait", "max_batch_cost", "timeout", *_FUNCTIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,26 +78,23 @@ class BatcherSettings:
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is None and name in (*_OPTIONAL, "timeout"):
+            if value is None and name in _OPTIONAL:
                 continue
-            if name in ("max_batch_size", "max_pending", "concurrency"):
-                self._set(name, check_int(name, value, at_least=1))
+            if name in _COUNTS:
+                value = check_int(name, value, at_least=1)
             elif name in _NUMBERS:
-                zero = name in ("max_queue_delay", "max_wait")
-                self._set(name, check_number(name, value, zero=zero))
+                value = check_number(name, value, zero=name in ("max_queue_delay", "max_wait"))
             elif name == "padded":
                 check_instance(name, value, bool)
             elif not callable(value):
                 raise TypeError(f"{name} must be callable, got {value!r}")
             elif gives_async(value):
                 raise TypeError(f"{name} must be a plain function, not an async one: {value!r}")
+            object.__setattr__(self, name, value)  # the dataclass is frozen
         if self.max_batch_cost is not None and self.cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
         if self.padded and self.max_batch_cost is None:
             raise ValueError("padded needs max_batch_cost, the bound that it is about")
-
-    def _set(self, name: str, value: float) -> None:
-        object.__setattr__(self, name, value)  # the dataclass is frozen
 
 
 def name_for(named: object, name: str | None) -> str:

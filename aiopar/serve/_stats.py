@@ -96,14 +96,10 @@ class Tally:
         self.batch_seconds = 0.0
         """The duration of a batch: a moving average, in which the latest batch weighs an eighth."""
         self._completed = 0
-        self._rejected: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_LATEST)
         self._computes: deque[float] = deque(maxlen=_LATEST)
-
-    def rejected(self, cause: Rejection) -> None:
-        """A request was refused."""
-        self._rejected[cause] += 1
 
     def began(self, batch: Sequence[Request], now: float) -> None:
         """A batch was taken from the queue."""
@@ -137,7 +133,7 @@ class Tally:
             queued=queued,
             in_flight=self.in_flight,
             completed=self._completed,
-            rejected=dict(self._rejected),
+            rejected=dict(self.rejected),
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             queue_wait=percentiles(self._waits),
             compute=percentiles(self._computes),
