@@ -3,9 +3,11 @@
 import asyncio
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,15 +20,12 @@ from aiopar._base.thread_state import in_transform
 from aiopar.testing import Gate
 from tests.caller_states import PLAIN, STATES, snapshot
 
-Verb = Callable[[], Awaitable[Any]]
+CPUS = ["cpu", "cpu"]
 
 
 @pytest.fixture(autouse=True)
 def executor() -> Iterator[aiopar.DeviceExecutor]:
-    with (
-        aiopar.DeviceExecutor(["cpu", "cpu"]) as executor,
-        aiopar.use_executor(executor),
-    ):
+    with aiopar.DeviceExecutor(CPUS) as executor, aiopar.use_executor(executor):
         yield executor
 
 
@@ -35,13 +34,6 @@ class Seen:
 
     def __init__(self) -> None:
         self.state = snapshot()
-
-
-def same_in_all(gathered: list[Seen] | Seen) -> dict[str, Any]:
-    """What every replica has seen."""
-    first, *others = gathered if isinstance(gathered, list) else [gathered]
-    assert all(other.state == first.state for other in others)
-    return first.state
 
 
 class Snapshot(nn.Module):
@@ -61,34 +53,39 @@ class Overridden(aiopar.DataParallel[Any]):
         return outputs
 
 
-async def seen_by_all(call: Awaitable[Any]) -> dict[str, Any]:
-    return same_in_all(await call)
-
-
 def hooked() -> Awaitable[Any]:
-    dp = aiopar.DataParallel(Snapshot(), ["cpu", "cpu"])
-    dp.register_forward_hook(lambda _module, _args, output: (same_in_all(output), snapshot()))
+    dp = aiopar.DataParallel(Snapshot(), CPUS)
+    dp.register_forward_hook(lambda _module, _args, output: [*output, Seen()])
     return dp()
 
 
-VERBS: dict[str, Verb] = {
+VERBS: dict[str, Callable[[], Awaitable[Any]]] = {
     "run_sync": lambda: aiopar.run_sync(snapshot),
     "executor.run_sync": lambda: aiopar.get_executor().run_sync(snapshot),
     "submit": lambda: aiopar.get_executor().submit(snapshot),
-    "submit-with-kwargs": lambda: aiopar.get_executor().submit(
-        lambda **_: snapshot(), keyword="argument"
-    ),
+    "submit-with-kwargs": lambda: aiopar.get_executor().submit(lambda **_: snapshot(), key=1),
     "submit_all": lambda: asyncio.gather(*aiopar.get_executor().submit_all([snapshot] * 2)),
     "fork": lambda: aiopar.fork(snapshot),
     "parallel_apply": lambda: aiopar.parallel_apply([snapshot] * 2, [()] * 2),
     "fork_apply": lambda: asyncio.gather(*aiopar.fork_apply([snapshot] * 2, [()] * 2)),
-    "DataParallel": lambda: seen_by_all(aiopar.DataParallel(Snapshot(), ["cpu", "cpu"])()),
-    "DataParallel-alone": lambda: seen_by_all(aiopar.DataParallel(Snapshot(), ["cpu"])()),
-    "DataParallel-overridden": Overridden(Snapshot(), ["cpu", "cpu"]),
+    "DataParallel": aiopar.DataParallel(Snapshot(), CPUS),
+    "DataParallel-alone": aiopar.DataParallel(Snapshot(), ["cpu"]),
+    "DataParallel-overridden": Overridden(Snapshot(), CPUS),
     "DataParallel-hooked": hooked,
-    "data_parallel": lambda: seen_by_all(aiopar.data_parallel(Snapshot(), (), ["cpu", "cpu"])),
+    "data_parallel": lambda: aiopar.data_parallel(Snapshot(), (), CPUS),
 }
-SEVERAL = {"submit_all", "parallel_apply", "fork_apply", "DataParallel-hooked"}
+COROUTINES = {
+    name: verb for name, verb in VERBS.items() if "fork" not in name and "submit" not in name
+}
+
+
+async def seen_by(call: Awaitable[Any]) -> dict[str, Any]:
+    """The state that a call has seen: the same in all replicas."""
+    found = await call
+    found = found if isinstance(found, list) else [found]
+    first, *others = [one.state if isinstance(one, Seen) else one for one in found]
+    assert all(other == first for other in others)
+    return first
 
 
 async def assert_nothing_is_left(executor: aiopar.DeviceExecutor) -> None:
@@ -100,20 +97,23 @@ async def assert_nothing_is_left(executor: aiopar.DeviceExecutor) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("state", STATES)
-async def test_captured_when_called(verb: str, state: str, executor: aiopar.DeviceExecutor) -> None:
+async def test_captured_when_called_not_when_awaited(
+    verb: str, state: str, executor: aiopar.DeviceExecutor
+) -> None:
+    outside = VERBS[verb]()
     with STATES[state]():
         expected = snapshot()
-        call = VERBS[verb]()
-    seen = await call
-    for one in seen if verb in SEVERAL else [seen]:
-        assert one == expected
+        inside = VERBS[verb]()
+    assert await seen_by(inside) == expected
+    with STATES[state]():
+        assert await seen_by(outside) == PLAIN
+        # The state of the loop's thread is unchanged, also between the awaits.
+        assert snapshot() == expected
     await assert_nothing_is_left(executor)
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "verb", ["run_sync", "executor.run_sync", "submit", "submit_all", "fork", "parallel_apply"]
-)
+@pytest.mark.parametrize("verb", ["run_sync", "submit", "submit_all", "fork", "parallel_apply"])
 @pytest.mark.parametrize("state", [state for state in STATES if "hooks" not in state][:-1])
 async def test_captured_for_every_kind_of_worker(
     workers: aiopar.DeviceExecutor, verb: str, state: str
@@ -122,84 +122,40 @@ async def test_captured_for_every_kind_of_worker(
         with STATES[state]():
             expected = snapshot()
             call = VERBS[verb]()
-        seen = await call
-    for one in seen if verb in SEVERAL else [seen]:
-        assert one == expected
+        assert await seen_by(call) == expected
     await assert_nothing_is_left(workers)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("state", STATES)
-async def test_not_captured_when_awaited(
-    verb: str, state: str, executor: aiopar.DeviceExecutor
-) -> None:
-    call = VERBS[verb]()
-    with STATES[state]():
-        expected = snapshot()
-        seen = await call
-        # The state of the loop's thread is unchanged, also between the awaits.
-        assert snapshot() == expected
-    for one in seen if verb in SEVERAL else [seen]:
-        assert one == PLAIN
-    await assert_nothing_is_left(executor)
-
-
-COROUTINES = {
-    name: verb for name, verb in VERBS.items() if "fork" not in name and "submit" not in name
-}
-
-
-@pytest.mark.asyncio
+@pytest.mark.anyio
 @pytest.mark.parametrize("verb", COROUTINES)
-async def test_captured_through_create_task(verb: str, executor: aiopar.DeviceExecutor) -> None:
-    with STATES["everything"]():
-        expected = snapshot()
-        call: Any = COROUTINES[verb]()
-        task = asyncio.create_task(call)
-    seen = await task
-    for one in seen if verb in SEVERAL else [seen]:
-        assert one == expected
+async def test_captured_for_another_task(verb: str, executor: aiopar.DeviceExecutor) -> None:
+    async def task() -> None:
+        assert await seen_by(call) == expected
+
+    async with anyio.create_task_group() as tasks:
+        with STATES["everything"]():
+            expected = snapshot()
+            call = COROUTINES[verb]()
+            tasks.start_soon(task)
     await assert_nothing_is_left(executor)
 
 
-class Observed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Seen]:
-        return self.linear(x), Seen()
-
-
 @pytest.mark.asyncio
-async def test_three_tasks_interleaved(executor: aiopar.DeviceExecutor) -> None:
-    dp = aiopar.DataParallel(Observed(), ["cpu", "cpu"])
-    x = torch.ones(2, 2)
-    # Before and after each await, all three tasks are at the same point.
-    together = asyncio.Barrier(3)
+async def test_interleaved_tasks(executor: aiopar.DeviceExecutor) -> None:
+    # Before and after each await, all tasks are at the same point.
+    together = asyncio.Barrier(len(STATES))
 
-    async def task(state: Callable[[], Any], expected: dict[str, Any]) -> list[torch.Tensor]:
-        results = []
+    async def task(state: Callable[[], AbstractContextManager[Any]]) -> None:
         for _ in range(10):
             assert snapshot() == PLAIN
             with state():
-                call = dp(x)
+                expected = snapshot()
+                call = aiopar.DataParallel(Snapshot(), CPUS)()
             await together.wait()
             assert snapshot() == PLAIN
-            y, seen = await call
-            assert same_in_all(seen) == expected
-            results.append(y)
-        return results
+            assert await seen_by(call) == expected
 
-    inferred, cast, plain = await asyncio.gather(
-        task(torch.inference_mode, PLAIN | {"inference": True, "grad": False}),
-        task(lambda: torch.autocast("cpu", torch.bfloat16), PLAIN | {"autocast": True}),
-        task(torch.enable_grad, PLAIN),
-    )
-    assert all(y.is_inference() and y.dtype == torch.float32 for y in inferred)
-    assert all(y.requires_grad and y.dtype == torch.bfloat16 for y in cast)
-    assert all(y.requires_grad and y.dtype == torch.float32 for y in plain)
+    await asyncio.gather(*map(task, STATES.values()))
     await assert_nothing_is_left(executor)
 
 
@@ -236,14 +192,16 @@ async def test_a_waiting_call_keeps_its_state() -> None:
 
 def leave_behind() -> None:
     torch.set_grad_enabled(False)
+    torch.inference_mode().__enter__()
+    torch.autocast("cpu").__enter__()  # type: ignore[no-untyped-call]  # torch does not say
     torch.set_default_device("meta")
-    torch.set_autocast_enabled("cpu", True)
 
 
 @pytest.mark.asyncio
 async def test_a_worker_undoes_the_state_that_a_call_leaves(workers: aiopar.DeviceExecutor) -> None:
-    await asyncio.gather(*workers.submit_all([leave_behind] * 2))
-    await assert_nothing_is_left(workers)
+    for _ in range(3):
+        await asyncio.gather(*workers.submit_all([leave_behind] * 2))
+        await assert_nothing_is_left(workers)
 
 
 @pytest.mark.asyncio
@@ -292,29 +250,18 @@ variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", defau
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("verb", ["run_sync", "submit", "parallel_apply", "DataParallel"])
-async def test_context_variables(verb: str, executor: aiopar.DeviceExecutor) -> None:
+async def test_context_variables(executor: aiopar.DeviceExecutor) -> None:
     def swap() -> str:
         seen = variable.get()
         variable.set("the worker's")
         return seen
 
-    class Swap(nn.Module):
-        def forward(self) -> str:
-            return swap()
-
-    calls: dict[str, Callable[[], Awaitable[Any]]] = {
-        "run_sync": lambda: executor.run_sync(swap),
-        "submit": lambda: executor.submit(swap),
-        "parallel_apply": lambda: aiopar.parallel_apply([swap] * 2, [()] * 2),
-        "DataParallel": aiopar.DataParallel(Swap(), ["cpu", "cpu"]),
-    }
     token = variable.set("the caller's")
-    call = calls[verb]()
+    # Each call has a copy of its own, also in a gang.
+    calls: list[Awaitable[str]] = [executor.run_sync(swap), executor.submit(swap)]
+    calls += executor.submit_all([swap] * 2)
     variable.reset(token)
-    seen = await call
-    # Each replica has a copy of its own, and does not see the values of the other.
-    assert {*(seen if isinstance(seen, list) else [seen])} == {"the caller's"}
+    assert await asyncio.gather(*calls) == ["the caller's"] * 4
     assert variable.get() == "unset"
     assert await executor.run_sync(swap) == "unset"
 
@@ -322,7 +269,7 @@ async def test_context_variables(verb: str, executor: aiopar.DeviceExecutor) -> 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("verb", COROUTINES)
 async def test_the_executor_is_captured_too(verb: str, executor: aiopar.DeviceExecutor) -> None:
-    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as other:
+    async with aiopar.DeviceExecutor(CPUS) as other:
         with aiopar.use_executor(other):
             call = COROUTINES[verb]()
         await call
@@ -362,7 +309,7 @@ class TestTransforms:
             lambda x: asyncio.run(aiopar.run_sync(torch.sin, x)),
             lambda x: asyncio.run(aiopar.DataParallel(nn.Identity(), ["cpu"] * 2)(x)),
             lambda x: asyncio.run(aiopar.parallel_apply([torch.sin], [x]))[0],
-            lambda x: asyncio.run(aiopar.scatter(x, ["cpu", "cpu"]))[0],
+            lambda x: asyncio.run(aiopar.scatter(x, CPUS))[0],
             lambda x: aiopar.wait(aiopar.Batcher(torch.sin)(x)),
         ],
         ids=["fork", "submit", "run_sync", "DataParallel", "parallel_apply", "scatter", "batcher"],
@@ -473,24 +420,14 @@ class Product(nn.Module):
 
 class TestAutocastCache:
     @pytest.mark.asyncio
-    @pytest.mark.parametrize("captured", [False, True])
-    async def test_a_call_sees_weights_that_changed_while_another_call_runs(
-        self, captured: bool
-    ) -> None:
+    async def test_a_call_under_captured_autocast_sees_weights_that_changed(self) -> None:
         module = Product()
-
-        def product(gate: Gate | None = None) -> Coroutine[Any, Any, float]:
-            if not captured:
-                return aiopar.run_sync(module.under_autocast, gate)
-            with torch.autocast("cpu", torch.bfloat16):
-                return aiopar.run_sync(module, gate)
-
         async with aiopar.DeviceExecutor(["cpu"] * 3) as executor:
-            with aiopar.use_executor(executor), Gate() as gate:
-                # Now: the end of this thread's own `autocast` block would empty the cache.
-                running, later = asyncio.create_task(product(gate)), product()
+            with Gate() as gate:
+                with torch.autocast("cpu", torch.bfloat16):
+                    running, later = executor.submit(module, gate), executor.run_sync(module)
                 await gate.entered()
-                await aiopar.run_sync(module.change)
+                await executor.run_sync(module.change)
                 assert await later == 6.0
             assert await running == 2.0
 

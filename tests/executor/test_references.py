@@ -59,14 +59,18 @@ async def _idle(executor: aiopar.DeviceExecutor) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_an_idle_worker_keeps_no_function_argument_or_result(
+async def test_an_idle_worker_keeps_nothing_and_a_future_only_its_result(
     executor: aiopar.DeviceExecutor, verb: str
 ) -> None:
     fn, argument = Thing(), Thing()
-    result = await getattr(executor, verb)(fn, argument)
+    call = getattr(executor, verb)(fn, argument)
+    result = await call
     references = _watched([fn, argument, result])
     del fn, argument, result
     await _idle(executor)
+    assert _alive(references) == ([2] if verb == "submit" else [])
+    references.append(weakref.ref(call))
+    del call
     assert _alive(references) == []
 
 
@@ -84,23 +88,6 @@ async def test_an_error_is_freed_after_it_was_caught(
     del owner, argument
     await _idle(executor)
     assert _alive(references) == []
-
-
-@pytest.mark.anyio
-async def test_a_future_keeps_only_its_result(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    fn, argument = Thing(), Thing()
-    future = executor.submit(fn, argument)
-    result = await future
-    references = _watched([fn, argument, result])
-    del fn, argument, result
-    await _idle(executor)
-    assert _alive(references) == [2]
-    watched = weakref.ref(future)
-    del future
-    assert _alive(references) == []
-    assert watched() is None
 
 
 @pytest.mark.anyio
@@ -154,41 +141,26 @@ def test_nested_calls_are_freed(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_arguments_and_items_of_a_generator_are_freed(
+async def test_a_generator_its_items_and_its_error_are_freed(
     executor: aiopar.DeviceExecutor,
 ) -> None:
     def generate(thing: Thing) -> Iterator[Thing]:
         for _ in range(3):
             yield Thing()
+        raise Failure
 
     argument = Thing()
     references = _watched([argument])
-    async with executor.iterate(generate, argument) as stream:
-        del argument
-        async for item in stream:
-            references.append(weakref.ref(item))
-            del item
-    await _idle(executor)
-    assert _alive(references) == []
-
-
-@pytest.mark.asyncio
-async def test_an_error_of_a_generator_is_freed_after_it_was_caught(
-    executor: aiopar.DeviceExecutor,
-) -> None:
-    references: list[Callable[[], object]] = []
-
-    def generate() -> Iterator[int]:
-        yield 1
-        raise Failure
-
     try:
-        async for _ in executor.iterate(generate):
-            pass
+        async with executor.iterate(generate, argument) as stream:
+            del argument
+            async for item in stream:
+                references.append(weakref.ref(item))
+                del item
     except Failure as error:
         references.append(weakref.ref(error))
     await _idle(executor)
-    assert len(references) == 1
+    assert len(references) == 5
     assert _alive(references) == []
 
 
