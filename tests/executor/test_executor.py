@@ -182,12 +182,6 @@ def test_a_coroutine_function_is_refused_with_advice(
         method([fn] if verb == "submit_all" else fn)
 
 
-@pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate", "submit_all"])
-def test_an_object_that_is_not_callable_is_refused(workers: Workers, verb: str) -> None:
-    with pytest.raises(TypeError, match="expected a callable, got 3"):
-        getattr(workers, verb)([str, 3] if verb == "submit_all" else 3)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -217,21 +211,24 @@ def test_bad_arguments_are_refused(
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("given", [None, print])
-def test_submit_all_refuses_calls_that_are_not_iterable(given: Any) -> None:
-    with (
-        aiopar.DeviceExecutor(["cpu"]) as executor,
-        pytest.raises(TypeError, match=r"calls must be an iterable of .* \(fn, \*args\), not "),
-    ):
-        executor.submit_all(given)
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        (None, r"calls must be an iterable of .* \(fn, \*args\), not "),
+        (print, r"calls must be an iterable of .* \(fn, \*args\), not "),
+        ([()], r"tuple \(fn, \*args\), got \(\)"),
+        ([str, 3], "expected a callable, got 3"),
+    ],
+)
+def test_submit_all_refuses_other_calls(workers: Workers, calls: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        workers.submit_all(calls)
 
 
-def test_submit_all_refuses_an_empty_tuple() -> None:
-    with (
-        aiopar.DeviceExecutor(["cpu"]) as executor,
-        pytest.raises(TypeError, match=r"tuple \(fn, \*args\), got \(\)"),
-    ):
-        executor.submit_all([()])  # type: ignore[list-item]  # as it says
+@pytest.mark.parametrize("verb", ["submit", "run_sync", "iterate"])
+def test_an_object_that_is_not_callable_is_refused(workers: Workers, verb: str) -> None:
+    with pytest.raises(TypeError, match="expected a callable, got 3"):
+        getattr(workers, verb)(3)
 
 
 def test_submit_all_has_typed_futures() -> None:
@@ -242,14 +239,10 @@ def test_submit_all_has_typed_futures() -> None:
         return str(n)
 
     with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
-        ones = assert_type(executor.submit_all([one, one]), list[aiopar.Future[int]])
-        texts = assert_type(executor.submit_all([(text, 2)] * 2), list[aiopar.Future[str]])
+        assert_type(executor.submit_all([one, one]), list[aiopar.Future[int]])
+        assert_type(executor.submit_all([(text, 2)] * 2), list[aiopar.Future[str]])
         # `pow` is overloaded: mypy needs the signature to infer the element type of the list.
-        powers = executor.submit_all([(pow, 2, 2), (pow, 2, 3)])
-        both = executor.submit_all([one, (text, 3)])  # mypy infers futures of Any
-        both_as_tuples: list[aiopar.Future[int | str]] = executor.submit_all([(text, 4), (one,)])
-        assert aiopar.wait_all(ones) == [1, 1]
-        assert aiopar.wait_all(texts) == ["2", "2"]
-        assert aiopar.wait_all(assert_type(powers, list[aiopar.Future[int]])) == [4, 8]
-        assert aiopar.wait_all(both) == [1, "3"]
-        assert aiopar.wait_all(both_as_tuples) == ["4", 1]
+        assert_type(executor.submit_all([(pow, 2, 2), (pow, 2, 3)]), list[aiopar.Future[int]])
+        both: list[aiopar.Future[int | str]] = executor.submit_all([(text, 4), (one,)])
+        assert aiopar.wait_all(both) == ["4", 1]
+        assert aiopar.wait_all(executor.submit_all([one, (text, 3)])) == [1, "3"]
