@@ -45,7 +45,7 @@ class _Runners:
         self.idle: list[Runner] = []  # the latest last
         self.busy: set[Runner] = set()
         self.starting: Runner | None = None
-        """The busy runner that is about to take a batch, because its replica was free."""
+        """The busy runner that is about to take a batch, before another idle runner starts."""
         self.none = True
         """Whether no runner can run a batch, now or soon."""
 
@@ -63,12 +63,13 @@ class _Runners:
     def pop(self) -> Runner:
         """Make the idle runner with the least load busy; the caller starts it."""
         runner = self.idle[-1]  # the latest is warm
-        if runner.load:
-            runner = min(reversed(self.idle), key=attrgetter("load"))
+        if len(self.idle) > 1:
+            if runner.load:
+                runner = min(reversed(self.idle), key=attrgetter("load"))
+            if not runner.load:
+                self.starting = runner
         self.idle.remove(runner)
         self.busy.add(runner)
-        if not runner.load:
-            self.starting = runner
         return runner
 
     def started(self, runner: Runner) -> None:
