@@ -1,34 +1,23 @@
-"""One epoch of an `AsyncDataLoader`: building, reading and closing it."""
+"""One epoch of an `AsyncDataLoader`, as it is read and closed."""
 
 import sys
-from collections.abc import AsyncIterable, Callable, Iterable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from torch.utils.data._utils.pin_memory import pin_memory
-
-from .._base.arguments import AsyncOnly, length_of, short_repr
-from .._base.thread_state import CallerState
+from .._base.arguments import AsyncOnly, short_repr
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
-from ._fetch import NO_BATCH, AsyncFetch, Collate, FailedSample, Fetch, Loaded, WorkerInit
-from ._loader_settings import LoaderSettings
-from ._pinned import DeviceCopies, can_pin
-from ._processes import ProcessBatches, ProcessLoader
-from ._sampling import AsyncRequests, DatasetKind, Sampling, draw_requests
-from ._steps import MapStep, StopFlag
-from ._stream import Stream, progress_bar
+from ._fetch import NO_BATCH, FailedSample, Loaded
+from ._sampling import Sampling
+from ._steps import StopFlag
+from ._stream import Stream
 
-_LOAD = "load"
+LOAD = "load"
 """The stage that fetches and collates."""
 
-_COPY = "device"
+COPY = "device"
 """The stage that copies to devices."""
-
-_COLLATORS = 2
-"""The number of threads that collate what tasks have fetched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +52,26 @@ class Epoch:
 
     The consumer has a `LoaderStream`, which is collected if a loop is left early. Threads may still
     read samples then, and the loader keeps this object to wait for them. The workers of `executor`
-    end with the epoch. `delivered` is called for each batch that was delivered or skipped.
+    end with the epoch. `on_delivered` is called for each batch that was delivered or skipped.
     """
 
     def __init__(
         self,
         stream: "Stream[Loaded]",
         sampling: Sampling,
-        settings: LoaderSettings,
         stop: StopFlag,
         executor: DeviceExecutor | None,
-        delivered: Callable[[], object] | None,
+        on_delivered: Callable[[], object] | None,
+        max_failures: int,
+        bound: int,
     ) -> None:
         self._stream: Stream[Loaded] | None = stream
         self._sampling = sampling
-        self._settings = settings
         self._stop = stop
         self._executor = executor
-        self._on_delivered = delivered
+        self._on_delivered = on_delivered
+        self._max_failures = max_failures
+        self._bound = bound
         self._stats: LoaderStats | None = None
         self._samples = 0
         self.batches: int = 0
@@ -117,7 +108,7 @@ class Epoch:
 
     def _deliver(self, stream: "Stream[Loaded]", loaded: Loaded) -> Any:
         for failure in loaded.failures:
-            if len(self.failures) >= self._settings.max_failures:
+            if len(self.failures) >= self._max_failures:
                 stream.close()
                 try:
                     raise failure.error
@@ -145,8 +136,8 @@ class Epoch:
             consumer_seconds=stats.consumer_seconds,
             worker_seconds=stats.worker_seconds,
             elapsed_seconds=stats.elapsed_seconds,
-            buffered=sum(stage.buffered for stage in stats.stages if stage.name in (_LOAD, _COPY)),
-            bound=self._settings.bound,
+            buffered=sum(stage.buffered for stage in stats.stages if stage.name in (LOAD, COPY)),
+            bound=self._bound,
             bottleneck=stats.bottleneck,
         )
 
@@ -244,136 +235,3 @@ class LoaderStream(AsyncOnly, Generic[Batch_co]):
     def stats(self) -> LoaderStats:
         """The statistics of the iteration up to now."""
         return self._epoch.stats()
-
-
-class EpochFactory:
-    """Makes the epochs of a loader; owns the workers and buffers that outlive an epoch."""
-
-    def __init__(self, settings: LoaderSettings, sampling: Sampling) -> None:
-        self._settings = settings
-        self._sampling = sampling
-        devices = settings.devices
-        self._copies = DeviceCopies(devices, whole=settings.whole) if devices else None
-        self._executor: DeviceExecutor | None = None  # the persistent threads
-        self._init: WorkerInit | None = None
-        self._epochs: list[Epoch] = []  # those that may still run
-
-    def begin(self) -> Epoch:
-        """A new epoch; nothing starts before it is read."""
-        settings, caller, stop = self._settings, CallerState(), StopFlag()
-        executor, owned = self._workers()
-        copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
-        finish: Callable[[Any], Any] | None = None
-        bound = settings.bound
-        if copy is None:
-            finish = pin_memory if settings.pin_memory and can_pin() else None
-        elif not settings.processes and settings.prefetch_factor == 1:
-            # There is no room for a batch between fetching and copying.
-            copy, finish = None, copy
-        elif not settings.processes:
-            bound -= 1
-        source, load, delivered = self._load(caller, stop, executor, finish, bound)
-        steps = [load]
-        if copy is not None:
-            # One batch is copied while the consumer computes. More would take more device memory.
-            copying = partial(_copied, copy=copy)
-            steps.append(MapStep(copying, bound=1, in_order=settings.in_order, name=_COPY))
-        stream: Stream[Loaded] = Stream(
-            source,
-            steps,
-            caller=caller,
-            executor=executor,
-            timeout=settings.timeout or None,
-            bar=self._bar(),
-            name="AsyncDataLoader",
-            in_threads=not settings.processes,
-        )
-        epoch = Epoch(stream, self._sampling, settings, stop, owned, delivered)
-        self._epochs = [*(other for other in self._epochs if not other.gone), epoch]
-        return epoch
-
-    def _bar(self) -> Callable[[], Any] | None:
-        if not self._settings.progress:
-            return None
-        total = length_of(self._sampling.loader)
-        return partial(progress_bar, total, initial=self._sampling.skipped, unit="batch")
-
-    def _load(
-        self,
-        caller: CallerState,
-        stop: StopFlag,
-        executor: DeviceExecutor,
-        finish: Callable[[Any], Any] | None,
-        bound: int,
-    ) -> tuple[Iterable[Any] | AsyncIterable[Any], MapStep, Callable[[], object] | None]:
-        """The source, the stage that loads batches, and a callback for each delivered batch."""
-        settings, sampling, kind = self._settings, self._sampling, self._settings.kind
-        workers, in_order = settings.num_workers, settings.in_order
-        if isinstance(sampling.loader, ProcessLoader):
-            batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
-            return batches, MapStep(None, bound=1, name=_LOAD), None
-        collate = Collate(sampling, caller, settings.max_failures, stop, finish)
-        if kind is DatasetKind.ASYNC_ITERABLE:
-            requests = AsyncRequests(sampling, executor, settings.bound)
-            collators = min(workers, _COLLATORS)
-            step = MapStep(collate.content, collators, bound, in_order, _LOAD)
-            return requests, step, requests.release
-        fetch: Callable[[Any], Any]
-        begin_worker: Callable[[], object] | None = None
-        if kind is DatasetKind.ASYNC_MAP:
-            fetch = AsyncFetch(sampling.dataset, collate, executor, workers)
-        elif kind is DatasetKind.MAP:
-            fetch = Fetch(sampling.dataset, collate, self._worker_init())
-        else:
-            # The requests already have the samples.
-            fetch, init = collate.content, self._worker_init()
-            begin_worker = None if init is None else partial(init, caller)
-        drawn = draw_requests(sampling, stop, begin_worker)
-        return drawn, MapStep(fetch, workers, bound, in_order, _LOAD), None
-
-    def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
-        """The executor, and the executor again if it must end with the epoch."""
-        settings = self._settings
-        if settings.executor is not None:
-            with suppress(ValueError):  # it has no CPU workers
-                return settings.executor.on("cpu"), None
-        if self._executor is not None and self._executor._dispatcher.pool.closed:
-            self._executor = self._init = None  # a forked process has no threads
-        if self._executor is not None:
-            return self._executor, None
-        one_by_one = settings.processes or settings.kind.is_async
-        threads = _COLLATORS if one_by_one else settings.num_workers
-        executor = DeviceExecutor(["cpu"] * threads, thread_name_prefix="aiopar-loader")
-        if not settings.persistent_workers:
-            return executor, executor
-        self._executor = executor
-        return executor, None
-
-    def _worker_init(self) -> WorkerInit | None:
-        fn = self._settings.worker_init_fn
-        if fn is not None and (self._init is None or self._executor is None):
-            self._init = WorkerInit(fn)
-        return self._init
-
-    async def aclose(self) -> None:
-        """End all epochs and persistent workers, and wait until nothing runs."""
-        async with AsyncExitStack() as stack:  # close everything, even if a generator raises
-            stack.push_async_callback(self._close_workers)
-            for epoch in self._epochs:
-                stack.push_async_callback(epoch.aclose)
-
-    async def _close_workers(self) -> None:
-        loader = self._sampling.loader
-        if isinstance(loader, ProcessLoader):
-            async with DeviceExecutor(["cpu"]) as executor:
-                await executor.run_sync(loader.close)
-        threads, self._executor = self._executor, None
-        if threads is not None:
-            await threads.aclose()
-
-
-def _copied(loaded: Loaded, copy: Callable[[Any], Any]) -> Loaded:
-    """The batch on its devices."""
-    if loaded.batch is NO_BATCH:
-        return loaded
-    return loaded._replace(batch=copy(loaded.batch))

@@ -66,10 +66,10 @@ class Loaded(NamedTuple):
 
 
 class Collate:
-    """Makes batches of samples, on workers; each call of a user's function has the caller's state.
+    """Makes batches of samples, on workers; `collate_fn` runs under the state of the caller.
 
-    `finish` is called with each batch, on the same worker. Its error does not count as the error of
-    a sample.
+    `finish` is called with each batch, on the same worker. An error of `finish` is not counted
+    among the failures of samples.
     """
 
     def __init__(
@@ -90,59 +90,34 @@ class Collate:
 
     def content(self, request: FetchRequest) -> Loaded:
         """The batch of the samples of an iterable, which are the content of the request."""
-        return self(request, request.content)
+        return self(request, request.content, len(request.content) if self.batched else 1, [])
 
     def __call__(
-        self,
-        request: FetchRequest,
-        samples: Any,
-        failures: Sequence[FailedSample] = (),
-        *,
-        at_once: bool = False,
+        self, request: FetchRequest, samples: Any, count: int, failures: list[FailedSample]
     ) -> Loaded:
-        """The batch of `samples`; they may be any object if they were fetched `at_once`."""
+        """The batch of `samples`, or `NO_BATCH` if they are `NO_BATCH` or fail together."""
         if self.stop.is_set:
             raise Left
-        if failures and (samples is NO_BATCH or not samples):
-            return Loaded(request.without_content(), NO_BATCH, 0, failures)
-        count = 1
-        if self.batched and at_once:
-            lengths = map(length_of, (request.content, samples))
-            count = next((length for length in lengths if length is not None), 0)
-        elif self.batched:
-            count = len(samples)
-        try:
-            batch = self.caller.run(self._collate_fn, samples)
-        except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-            failures = self._add_failure(request, request.content, error, failures, "collating")
-            return Loaded(request.without_content(), NO_BATCH, 0, failures)
-        if self._finish is not None:
-            batch = self._finish(batch)
+        batch = NO_BATCH
+        if samples is not NO_BATCH:
+            try:
+                batch = self.caller.run(self._collate_fn, samples)
+            except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
+                self.add_failure(failures, request, request.content, error, "collating")
+            else:
+                if self._finish is not None:
+                    batch = self._finish(batch)
         return Loaded(request.without_content(), batch, count, failures)
 
-    def outcomes(
+    def add_failure(
         self,
-        request: FetchRequest,
-        samples: list[Any],
-        failed: list[tuple[Any, Exception]],
-        at_once: bool,
-    ) -> Loaded:
-        """The batch of fetched `samples`, without the `failed` indices."""
-        failures: Sequence[FailedSample] = ()
-        while failed:
-            failures = self._add_failure(request, *failed.pop(0), failures)
-        fetched = (samples[0] if samples else NO_BATCH) if at_once else samples
-        return self(request, fetched, failures, at_once=at_once)
-
-    def _add_failure(
-        self,
+        failures: list[FailedSample],
         request: FetchRequest,
         index: Any,
         error: BaseException,
-        failures: Sequence[FailedSample],
         doing: str = "fetching",
-    ) -> Sequence[FailedSample]:
-        """The `failures` and one more; raises `error`, with a note, if it is one too many."""
+    ) -> None:
+        """Add a failed sample to `failures`; raises `error`, with a note, if it is one too many."""
         error = awaitable_error(own_traceback(error))
         worker = None if self._kind is DatasetKind.ASYNC_MAP else current_worker()
         by = "" if worker is None else f", in worker {worker.index}"
@@ -153,7 +128,7 @@ class Collate:
             if len(failures) >= self.max_failures:
                 raise error
             index = index if self._kind.by_index else None
-            return [*failures, FailedSample(index, request.number, without_frames(error))]
+            failures.append(FailedSample(index, request.number, without_frames(error)))
         finally:
             del error  # its traceback holds this frame
 
@@ -178,7 +153,7 @@ class WorkerInit:
             number = self._numbers.setdefault(worker.index, len(self._numbers))
         with fresh(), applied(caller.torch_state or FRESH_STATE):
             caller.context().run(self._fn, number)
-        self._ready.add(worker.index)  # not if the function fails: the next epoch calls it again
+        self._ready.add(worker.index)  # if the function has failed, the next epoch calls it again
 
 
 class _Fetching:
@@ -193,6 +168,20 @@ class _Fetching:
     def _asked(self, request: FetchRequest) -> list[Any]:
         return [request.content] if self._at_once else list(request.content)
 
+    def _batch(
+        self, request: FetchRequest, fetched: list[Any], failures: list[FailedSample]
+    ) -> Loaded:
+        """The batch of the results of all fetches that have not failed."""
+        samples, count = fetched, len(fetched)
+        if failures and not fetched:
+            samples = NO_BATCH
+        elif self._at_once:
+            samples = fetched[0]
+            if self._collate.batched:
+                lengths = map(length_of, (request.content, samples))
+                count = next((length for length in lengths if length is not None), 0)
+        return self._collate(request, samples, count, failures)
+
 
 class Fetch(_Fetching):
     """Fetches with plain functions, on a worker."""
@@ -206,7 +195,7 @@ class Fetch(_Fetching):
         if self._init is not None:
             self._init(collate.caller)
         samples: list[Any] = []
-        failed: list[tuple[Any, Exception]] = []
+        failures: list[FailedSample] = []
         for index in self._asked(request):
             if collate.stop.is_set:
                 raise Left
@@ -216,10 +205,8 @@ class Fetch(_Fetching):
                     raise unawaited(sample)
                 samples.append(sample)
             except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-                failed.append((index, error))
-                if len(failed) > collate.max_failures:
-                    break
-        return collate.outcomes(request, samples, failed, self._at_once)
+                collate.add_failure(failures, request, index, error)
+        return self._batch(request, samples, failures)
 
 
 class AsyncFetch(_Fetching):
@@ -239,9 +226,15 @@ class AsyncFetch(_Fetching):
 
     async def __call__(self, request: FetchRequest) -> Loaded:
         samples, failed = await self._fetch_each(self._asked(request))
-        return await self._executor.run_sync(
-            self._collate.outcomes, request, samples, failed, self._at_once
-        )
+        return await self._executor.run_sync(self._load, request, samples, failed)
+
+    def _load(
+        self, request: FetchRequest, samples: list[Any], failed: list[tuple[Any, Exception]]
+    ) -> Loaded:
+        failures: list[FailedSample] = []
+        while failed:
+            self._collate.add_failure(failures, request, *failed.pop(0))
+        return self._batch(request, samples, failures)
 
     async def _fetch_each(
         self, indices: list[Any]

@@ -1,18 +1,46 @@
 """`AsyncDataLoader`: torch's `DataLoader`, awaited."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import inspect
+import warnings
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Literal
 
 import torch
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from .._base.arguments import AsyncOnly, short_repr
-from .._base.devices import Device
-from ..executor._executor import DeviceExecutor
-from ._epoch import Epoch, EpochFactory, LoaderStats, LoaderStream
-from ._fetch import FailedSample
-from ._loader_settings import LoaderSettings, arguments_of, devices_of
-from ._sampling import Sampling, Source, kind_of
+from .._base.arguments import (
+    AsyncOnly,
+    check_callable,
+    check_int,
+    check_number,
+    described,
+    is_iterable,
+    length_of,
+    short_repr,
+)
+from .._base.devices import Device, parse_device, parse_devices
+from .._base.thread_state import CallerState
+from ..executor._executor import DeviceExecutor, check_executor
+from ._cursor import check_generator
+from ._epoch import COPY, LOAD, Epoch, LoaderStats, LoaderStream
+from ._fetch import NO_BATCH, AsyncFetch, Collate, FailedSample, Fetch, Loaded, WorkerInit
+from ._pinned import DeviceCopies, can_pin
+from ._processes import ProcessBatches, ProcessLoader
+from ._sampling import (
+    AsyncRequests,
+    DatasetKind,
+    Sampling,
+    Source,
+    WrappedIterable,
+    draw_requests,
+    kind_of,
+)
+from ._steps import MapStep, StopFlag
+from ._stream import Stream, progress_bar
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVar
@@ -152,7 +180,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     ) -> None:
         batched = batch_size is not None or batch_sampler is not None
         kind = kind_of(dataset, batched=batched)
-        self._settings = LoaderSettings(
+        self._settings = _Settings(
             kind=kind,
             num_workers=num_workers,
             prefetch_factor=2 if prefetch_factor is None else prefetch_factor,
@@ -163,8 +191,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             multiprocessing_context=multiprocessing_context,
             persistent_workers=persistent_workers,
             pin_memory=pin_memory,
-            devices=devices_of(device, devices),
-            whole=devices is None,
+            device=device,
+            devices=devices,
             max_failures=max_failures,
             executor=executor,
             progress=progress,
@@ -180,7 +208,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             generator=generator,
         )
         self._sampling = Sampling(self._torch_loader, kind, persistent=persistent_workers)
-        self._epochs = EpochFactory(self._settings, self._sampling)
+        self._epochs = _EpochFactory(self._settings, self._sampling)
 
     @short_repr
     def __repr__(self) -> str:
@@ -222,7 +250,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             2
         """
         return cls(
-            **arguments_of(dataloader),
+            **_arguments_of(dataloader),
             device=device,
             devices=devices,
             max_failures=max_failures,
@@ -422,3 +450,276 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         if self._is_iterated:
             raise RuntimeError("this loader is being iterated: close the iteration first")
         self._sampling.load_state_dict(state)
+
+
+@dataclass(eq=False, kw_only=True)
+class _Settings:
+    """The checked arguments that `AsyncDataLoader` does not leave to torch's `DataLoader`."""
+
+    kind: DatasetKind
+    num_workers: int
+    prefetch_factor: int
+    in_order: bool
+    timeout: float
+    worker_type: str
+    worker_init_fn: Callable[[int], object] | None
+    multiprocessing_context: Any
+    persistent_workers: bool
+    pin_memory: bool
+    device: Device | None
+    devices: Iterable[Device] | None
+    max_failures: int
+    executor: DeviceExecutor | None
+    progress: bool
+
+    def __post_init__(self) -> None:
+        self.num_workers = check_int("num_workers", self.num_workers, at_least=1)
+        self.prefetch_factor = check_int("prefetch_factor", self.prefetch_factor, at_least=1)
+        if isinstance(self.timeout, int | float) and self.timeout < 0:  # torch's words
+            raise ValueError(f"timeout option should be non-negative, got {self.timeout}")
+        self.timeout = check_number("timeout", self.timeout, zero=True)
+        self.max_failures = check_int("max_failures", self.max_failures, at_least=0)
+        executor = check_executor(self.executor)
+        if executor is not None:
+            executor._dispatcher.check_shares_memory("AsyncDataLoader", 'use worker_type="process"')
+        if self.worker_type not in ("thread", "process"):
+            raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
+        if self.device is not None and self.devices is not None:
+            device, devices = self.device, self.devices
+            raise ValueError(f"expected a device or devices, got {device=} and {devices=}")
+        if not self.processes and self.multiprocessing_context is not None:
+            raise ValueError('multiprocessing_context needs worker_type="process"')
+        if self.worker_init_fn is not None:
+            check_callable(self.worker_init_fn)
+            if self.kind.is_async:
+                raise ValueError(
+                    "worker_init_fn needs workers, and an async dataset is read by tasks"
+                )
+        if self.kind.is_async and self.processes:
+            raise ValueError(
+                'worker_type="process" needs a plain dataset: this one is asynchronous'
+            )
+
+    @property
+    def processes(self) -> bool:
+        """Whether torch's worker processes load."""
+        return self.worker_type == "process"
+
+    @property
+    def bound(self) -> int:
+        """The most batches that are ready or being fetched."""
+        return self.prefetch_factor * self.num_workers
+
+    def torch_loader(self, dataset: Any, **options: Any) -> "DataLoader[Any]":
+        """A torch loader of the dataset, which checks its own arguments and makes the samplers.
+
+        It is a `ProcessLoader` if worker processes load. Otherwise it is never iterated.
+        """
+        iterable = isinstance(dataset, IterableDataset)
+        if self.processes:
+            if self.kind is DatasetKind.ITERABLE and not iterable:
+                raise ValueError(
+                    'worker_type="process" needs a map-style dataset or an IterableDataset, which '
+                    f"can share itself out among processes; got {type(dataset).__name__}"
+                )
+            options |= {name: getattr(self, name) for name in _PROCESS_OPTIONS}
+        # After torch's own checks: its message on an excluded argument is the better one.
+        loader: DataLoader[Any]
+        if self.processes:
+            loader = ProcessLoader(dataset, **options)
+        elif self.kind.by_index or (iterable and self.kind is DatasetKind.ITERABLE):
+            loader = DataLoader(dataset, **options)
+        else:
+            loader = DataLoader(WrappedIterable(dataset), **options)
+        for name in ("sampler", "batch_sampler"):
+            given = options[name]
+            if given is not None and not is_iterable(given):
+                raise TypeError(f"{name} must be a Sampler or an iterable, not {described(given)}")
+        check_generator(options["generator"])
+        if options["collate_fn"] is not None:
+            check_callable(options["collate_fn"])
+        if self.pin_memory and not self.processes and not can_pin():
+            warnings.warn(
+                "'pin_memory' argument is set as true but no accelerator is found, then device "
+                "pinned memory won't be used.",
+                stacklevel=3,  # the line that makes the loader
+            )
+        return loader
+
+
+_PROCESS_OPTIONS = (
+    *("num_workers", "prefetch_factor", "pin_memory", "in_order"),
+    *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
+)
+
+_COLLATORS = 2
+"""The number of threads that collate what tasks have fetched."""
+
+_DECIDE_BATCHES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
+"""What a subclass of torch's `DataLoader` may override to give other batches."""
+
+
+def _arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
+    for name in _DECIDE_BATCHES:
+        # Static: two of them are properties. One object may have a method of its own.
+        if inspect.getattr_static(dataloader, name) is not vars(DataLoader)[name]:
+            raise TypeError(
+                f"{type(dataloader).__name__} iterates in a way of its own ({name}): use it as the "
+                "dataset of an AsyncDataLoader with batch_size=None"
+            )
+    names = inspect.signature(DataLoader).parameters.keys() - {
+        *("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
+        *("num_workers", "prefetch_factor", "pin_memory_device"),
+    }
+    arguments = {name: getattr(dataloader, name) for name in names}
+    if dataloader.batch_size is None and dataloader.batch_sampler is not None:
+        arguments["batch_sampler"] = dataloader.batch_sampler
+    else:
+        arguments.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+        if not isinstance(dataloader.dataset, IterableDataset):
+            arguments["sampler"] = dataloader.sampler
+    if dataloader.num_workers:
+        arguments.update(
+            worker_type="process",
+            num_workers=dataloader.num_workers,
+            prefetch_factor=dataloader.prefetch_factor,
+        )
+    return arguments
+
+
+class _EpochFactory:
+    """Makes the epochs of a loader; owns the workers and buffers that outlive an epoch."""
+
+    def __init__(self, settings: _Settings, sampling: Sampling) -> None:
+        self._settings = settings
+        self._sampling = sampling
+        self._copies: DeviceCopies | None = None
+        if settings.device is not None:
+            self._copies = DeviceCopies([parse_device(settings.device)], whole=True)
+        elif settings.devices is not None:
+            self._copies = DeviceCopies(parse_devices(settings.devices), whole=False)
+        self._executor: DeviceExecutor | None = None  # the persistent threads
+        self._init: WorkerInit | None = None
+        self._epochs: list[Epoch] = []  # those that may still run
+
+    def begin(self) -> Epoch:
+        """A new epoch; nothing starts before it is read."""
+        settings, caller, stop = self._settings, CallerState(), StopFlag()
+        executor, owned = self._workers()
+        copy = None if self._copies is None else partial(self._copies, readers=caller.streams)
+        finish: Callable[[Any], Any] | None = None
+        bound = settings.bound
+        if copy is None:
+            finish = pin_memory if settings.pin_memory and can_pin() else None
+        elif not settings.processes and settings.prefetch_factor == 1:
+            # There is no room for a batch between fetching and copying.
+            copy, finish = None, copy
+        elif not settings.processes:
+            bound -= 1
+        source, load, delivered = self._load(caller, stop, executor, finish, bound)
+        steps = [load]
+        if copy is not None:
+            # One batch is copied while the consumer computes. More would take more device memory.
+            copying = partial(_copied, copy=copy)
+            steps.append(MapStep(copying, bound=1, in_order=settings.in_order, name=COPY))
+        stream: Stream[Loaded] = Stream(
+            source,
+            steps,
+            caller=caller,
+            executor=executor,
+            timeout=settings.timeout or None,
+            bar=self._bar(),
+            name="AsyncDataLoader",
+            in_threads=not settings.processes,
+        )
+        limits = settings.max_failures, settings.bound
+        epoch = Epoch(stream, self._sampling, stop, owned, delivered, *limits)
+        self._epochs = [*(other for other in self._epochs if not other.gone), epoch]
+        return epoch
+
+    def _bar(self) -> Callable[[], Any] | None:
+        if not self._settings.progress:
+            return None
+        total = length_of(self._sampling.loader)
+        return partial(progress_bar, total, initial=self._sampling.skipped, unit="batch")
+
+    def _load(
+        self,
+        caller: CallerState,
+        stop: StopFlag,
+        executor: DeviceExecutor,
+        finish: Callable[[Any], Any] | None,
+        bound: int,
+    ) -> tuple[Iterable[Any] | AsyncIterable[Any], MapStep, Callable[[], object] | None]:
+        """The source, the stage that loads batches, and a callback for each delivered batch."""
+        settings, sampling, kind = self._settings, self._sampling, self._settings.kind
+        workers, in_order = settings.num_workers, settings.in_order
+        if isinstance(sampling.loader, ProcessLoader):
+            batches = ProcessBatches(sampling, sampling.loader, stop, settings.max_failures)
+            return batches, MapStep(None, bound=1, name=LOAD), None
+        collate = Collate(sampling, caller, settings.max_failures, stop, finish)
+        if kind is DatasetKind.ASYNC_ITERABLE:
+            requests = AsyncRequests(sampling, executor, settings.bound)
+            collators = min(workers, _COLLATORS)
+            step = MapStep(collate.content, collators, bound, in_order, LOAD)
+            return requests, step, requests.release
+        fetch: Callable[[Any], Any]
+        begin_worker: Callable[[], object] | None = None
+        if kind is DatasetKind.ASYNC_MAP:
+            fetch = AsyncFetch(sampling.dataset, collate, executor, workers)
+        elif kind is DatasetKind.MAP:
+            fetch = Fetch(sampling.dataset, collate, self._worker_init())
+        else:
+            # The requests already have the samples.
+            fetch, init = collate.content, self._worker_init()
+            begin_worker = None if init is None else partial(init, caller)
+        drawn = draw_requests(sampling, stop, begin_worker)
+        return drawn, MapStep(fetch, workers, bound, in_order, LOAD), None
+
+    def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
+        """The executor, and the executor again if it must end with the epoch."""
+        settings = self._settings
+        if settings.executor is not None:
+            with suppress(ValueError):  # it has no CPU workers
+                return settings.executor.on("cpu"), None
+        if self._executor is not None and self._executor._dispatcher.pool.closed:
+            self._executor = self._init = None  # a forked process has no threads
+        if self._executor is not None:
+            return self._executor, None
+        one_by_one = settings.processes or settings.kind.is_async
+        threads = _COLLATORS if one_by_one else settings.num_workers
+        executor = DeviceExecutor(["cpu"] * threads, thread_name_prefix="aiopar-loader")
+        if not settings.persistent_workers:
+            return executor, executor
+        self._executor = executor
+        return executor, None
+
+    def _worker_init(self) -> WorkerInit | None:
+        fn = self._settings.worker_init_fn
+        if fn is not None and (self._init is None or self._executor is None):
+            self._init = WorkerInit(fn)
+        return self._init
+
+    async def aclose(self) -> None:
+        """End all epochs and persistent workers, and wait until nothing runs."""
+        async with AsyncExitStack() as stack:  # close everything, even if a generator raises
+            stack.push_async_callback(self._close_workers)
+            for epoch in self._epochs:
+                stack.push_async_callback(epoch.aclose)
+
+    async def _close_workers(self) -> None:
+        loader = self._sampling.loader
+        if isinstance(loader, ProcessLoader):
+            async with DeviceExecutor(["cpu"]) as executor:
+                await executor.run_sync(loader.close)
+        threads, self._executor = self._executor, None
+        if threads is not None:
+            await threads.aclose()
+
+
+def _copied(loaded: Loaded, copy: Callable[[Any], Any]) -> Loaded:
+    if loaded.batch is NO_BATCH:
+        return loaded
+    return loaded._replace(batch=copy(loaded.batch))
