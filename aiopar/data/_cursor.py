@@ -23,7 +23,6 @@ def draw_seed(generator: torch.Generator | None) -> int:
 
 
 def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
-    """Return `generator`, or raise TypeError if it is not a `torch.Generator`."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
     return generator
@@ -43,7 +42,6 @@ class Generators:
 
     @classmethod
     def of_loader(cls, loader: "DataLoader[Any]") -> Self:
-        """The generators of a loader and of its samplers."""
         if loader.generator is None:
             own = cls({_DEFAULT: torch.default_generator})
         else:
@@ -77,7 +75,6 @@ class Generators:
         return _DEFAULT in self._named
 
     def states(self) -> dict[str, Tensor]:
-        """The state of each generator."""
         return {name: generator.get_state() for name, generator in self._named.items()}
 
     def check(self, states: Mapping[str, Tensor]) -> None:
@@ -244,7 +241,6 @@ class FetchRequest(NamedTuple):
     """Whether this is known to be the last batch, as with a stateful sampler or dataset."""
 
     def without_content(self) -> "FetchRequest":
-        """The request without its indices or samples."""
         return self._replace(content=None)
 
 

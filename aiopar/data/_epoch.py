@@ -124,7 +124,6 @@ class Epoch:
         return loaded.batch
 
     def stats(self) -> LoaderStats:
-        """The statistics of the epoch up to now."""
         if self._stats is not None:
             return self._stats
         assert self._stream is not None  # noqa: S101  # `close` saves the statistics

@@ -502,7 +502,6 @@ class _Settings:
 
     @property
     def processes(self) -> bool:
-        """Whether torch's worker processes load."""
         return self.worker_type == "process"
 
     @property

@@ -136,6 +136,5 @@ def _can_be_staged(tensor: Tensor) -> bool:
 
 
 def can_pin() -> bool:
-    """Whether there is an accelerator that can use pinned memory."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and is_accelerator(accelerator)

@@ -90,11 +90,10 @@ class Pipeline(AsyncOnly, Generic[T]):
     """A source and the steps for its items, each step with its own concurrency and bounded buffer.
 
     Each method returns a new pipeline. Nothing runs until a pipeline is iterated. Each `async for`
-    is an iteration of its own, with its own workers and one reader. `async with pipeline as stream:
-    async for item in stream` waits, when it is left, until all threads and tasks have ended and the
-    source is closed. If a plain `async for` is left early, they end too, but nothing waits for
-    them. The state of the caller (grad mode, autocast, context variables, ...) is captured when an
-    iteration begins, and applies to all functions.
+    is an iteration of its own, with its own workers and one reader: see `Stream`. `async with
+    pipeline as stream: async for item in stream` waits, when it is left, until all threads and
+    tasks have ended and the source is closed. The state of the caller (grad mode, autocast, context
+    variables, ...) is captured when an iteration begins, and applies to all functions.
 
     Plain functions run on CPU workers. `async def` functions run as tasks on the reader's event
     loop. A plain function without `concurrency` has no worker and no buffer of its own: the worker
@@ -110,10 +109,9 @@ class Pipeline(AsyncOnly, Generic[T]):
     makes the next iteration continue there. The state has the number of *delivered* items, the seed
     of each shuffle, the state of its generator, and the state of the source at the start if the
     source has `state_dict` and `load_state_dict`. The next iteration reads the source from its
-    start and skips the delivered items. It skips them before the functions run if all later steps
-    are maps in order, `batch`, `prefetch` or `to`. It runs the functions again before a `filter`, a
-    `flat_map` or a `shuffle`, and everywhere with `max_failures`. A pipeline with
-    `in_order=False` cannot be resumed.
+    start and skips the delivered items, before the last maps in order, `batch`, `prefetch` and
+    `to`. Functions before a `filter`, a `flat_map` or a `shuffle` run again for delivered items;
+    with `max_failures`, all functions do. A pipeline with `in_order=False` cannot be resumed.
 
     Similar to SPDL's `PipelineBuilder`, torchdata.nodes and Grain. Differences: it is read by
     `async for`, under asyncio and trio, and async functions run on the reader's own event loop, so
@@ -200,8 +198,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         Args:
             fn: The function. A generator function is refused: use `flat_map`.
             concurrency: How many items run at once. None: one, without a worker of its own.
-            in_order: Whether results come in the order of their items, or as soon as they are
-                ready, so that a slow item does not delay other items.
+            in_order: Whether results come in the order of their items, or as soon as each is ready.
         """
         name = f"map({name_of(check_one_value(fn))})"
         build = partial(_function_steps, fn, check_concurrency(concurrency), name, in_order)
@@ -247,16 +244,13 @@ class Pipeline(AsyncOnly, Generic[T]):
         Args:
             buffer_size: How many items are kept to draw from.
             generator: Each iteration draws only its seed from the generator, so that the order does
-                not depend on how far the stream reads ahead. None: torch's default generator, which
-                other code uses, too. `state_dict` saves the generator's state, and
-                `load_state_dict` sets it.
+                not depend on how far the stream reads ahead. None: torch's default generator.
+                `state_dict` saves the generator's state, and `load_state_dict` sets it.
         """
         buffer_size = check_int("buffer_size", buffer_size, at_least=1)
-        build = partial(_shuffle_steps, buffer_size)
-        name = f"shuffle({buffer_size})"
-        return self._then(
-            Verb(name, build, None, shuffles=True, generator=check_generator(generator))
-        )
+        build, name = partial(_shuffle_steps, buffer_size), f"shuffle({buffer_size})"
+        check_generator(generator)
+        return self._then(Verb(name, build, None, shuffles=True, generator=generator))
 
     def batch(self, batch_size: int, *, drop_last: bool = False) -> "Pipeline[list[T]]":
         """Collect items in lists of `batch_size`.
@@ -275,9 +269,8 @@ class Pipeline(AsyncOnly, Generic[T]):
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """Set the buffer of the previous step: at most `buffer_size` items run or are ready there.
 
-        This bounds the memory of the step. If `buffer_size` is less than the step's `concurrency`,
-        only `buffer_size` items run at once. After a step without workers, this adds a buffer that
-        one worker fills.
+        If `buffer_size` is less than the step's `concurrency`, only `buffer_size` items run at
+        once. After a step without workers, this adds a buffer that one worker fills.
 
         Args:
             buffer_size: The most items.
@@ -387,8 +380,8 @@ class Pipeline(AsyncOnly, Generic[T]):
     def finished(self) -> bool:
         """Whether the last iteration was read to its end, or the loaded state is from there.
 
-        A pipeline that is finished begins again with the next iteration. A job that must process
-        each item once looks here after `load_state_dict`.
+        The next iteration of a finished pipeline begins again. A job that must process each item
+        once looks here after `load_state_dict`.
         """
         position = self._next or self._last
         return position is not None and position.ended and (self._next is None or position.at_end)
@@ -407,7 +400,7 @@ class Pipeline(AsyncOnly, Generic[T]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue at a saved position.
 
-        After the end of an iteration it begins anew: see `finished`.
+        If the position is the end of an iteration, the next iteration begins anew: see `finished`.
         Later iterations also draw what they would have drawn. The pipeline must have the same steps
         and generators as the saved pipeline. This call sets the generators of the shuffles.
 
@@ -522,48 +515,42 @@ def _build(
     """The steps of an iteration that begins at `position`.
 
     Delivered items are skipped as early as possible: before the first verb from which on the number
-    of inputs follows from the number of outputs. If failures are skipped, this number is not
-    `exact`, and delivered items are skipped at the end.
+    of outputs tells the number of inputs. Without `exact`, because failures are skipped, delivered
+    items are skipped at the end.
     """
     firsts = [0] * len(verbs)
     place, count = len(verbs), position.delivered
     while exact and place and (inputs := verbs[place - 1].inputs) is not None:
         place, count = place - 1, count * inputs
         firsts[place] = count
+    skip: list[Step] = [InlineStep(partial(skipping, count=count), blocks=False)] if count else []
     seeds = iter(position.seeds)
     steps: list[Step] = []
     for index, verb in enumerate(verbs):
-        if count and index == place:
-            steps.append(InlineStep(partial(skipping, count=count), blocks=False))
+        if index == place:
+            steps += skip
         seed = next(seeds) if verb.shuffles else 0
         for step in verb.build(VerbStart(caller, firsts[index], seed)):
-            last = steps[-1] if steps else None
-            match last, step:
-                case MapStep(bound=0), MapStep(fn=None):
+            match steps[-1:], step:
+                case [MapStep(bound=0) as last], MapStep(fn=None):
                     # `prefetch` sets the bound of the buffer that the previous stage has.
                     steps[-1] = replace(last, bound=step.bound)
                 case _:
                     steps.append(step)
-    if count and place == len(verbs):
-        steps.append(InlineStep(partial(skipping, count=count), blocks=False))
-    return steps
+    return steps if place < len(verbs) else steps + skip
 
 
 # Checks of arguments.
 
 
 def check_source(source: Any) -> Any:
-    """Return `source`, or raise TypeError if it is neither iterable nor async iterable."""
     if not is_iterable(source) and not isinstance(source, AsyncIterable):
         raise TypeError(f"expected an iterable or async iterable, got {described(source)}")
     return source
 
 
 def check_one_value(fn: F) -> F:
-    """Return `fn`, or raise TypeError if it is not callable or is a generator function.
-
-    Nobody would iterate the generator that a generator function returns.
-    """
+    """Return `fn`; raises TypeError for a generator function: nobody would iterate its result."""
     kind = generator_kind(_check_function(fn))
     if kind is not None:
         raise TypeError(f"{fn!r} is {kind}, which makes any number of items: use Pipeline.flat_map")
@@ -571,7 +558,6 @@ def check_one_value(fn: F) -> F:
 
 
 def check_concurrency(concurrency: int | None) -> int | None:
-    """Return `concurrency`, or raise unless it is None or a positive int."""
     return None if concurrency is None else check_int("concurrency", concurrency, at_least=1)
 
 

@@ -156,7 +156,6 @@ class ProcessLoader(DataLoader[Any]):
 
     @property
     def running(self) -> bool:
-        """Whether there are worker processes."""
         return self._processes is not None
 
     def deaths(self) -> str:
@@ -282,7 +281,6 @@ class ProcessBatches(Iterator[Loaded]):
         return self._indices(iter(() if self._nothing_remains else sampler))
 
     def _restore(self) -> None:
-        """Restore the saved state of the generators and the sampler."""
         cursor, sampling = self._cursor, self._sampling
         assert cursor is not None  # noqa: S101
         if not cursor.resumed:

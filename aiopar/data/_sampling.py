@@ -67,7 +67,6 @@ class DatasetKind(Enum):
 
     @property
     def by_index(self) -> bool:
-        """Whether samples are fetched by index."""
         return self in (DatasetKind.MAP, DatasetKind.ASYNC_MAP)
 
     @property
@@ -207,13 +206,11 @@ class Sampling:
     # The reader.
 
     def delivered(self, request: FetchRequest) -> None:
-        """Record that the batch was delivered, or skipped because it failed."""
         with self._lock:
             assert self._cursor is not None  # noqa: S101  # the request was made with it
             self._cursor.deliver(request)
 
     def finished(self) -> None:
-        """Record that the reader has seen the end of the epoch."""
         assert self._cursor is not None  # noqa: S101
         self._cursor.ended = True
         self._warn_if_longer(self._cursor.delivered)
@@ -242,7 +239,6 @@ class Sampling:
         return 0 if self._loaded is None else self._loaded["delivered"]
 
     def state_dict(self) -> dict[str, Any]:
-        """See `AsyncDataLoader.state_dict`."""
         if self._loaded is not None:
             return copy.deepcopy(self._loaded)
         cursor = self._cursor
@@ -260,7 +256,6 @@ class Sampling:
         return state | dict(zip(_SETTINGS, settings, strict=True))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `AsyncDataLoader.load_state_dict`."""
         cursor = Cursor.from_state_dict(state, *_SETTINGS)
         self.generators.check(cursor.generators)
         # Without a stateful sampler, the position is a number of batches: their size must be the
@@ -593,7 +588,6 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
         return self._make
 
     async def _content(self) -> Any:
-        """The samples of the next batch, as torch batches them."""
         loader = self._sampling.loader
         size = loader.batch_size or 1
         samples: list[Any] = []
@@ -608,6 +602,5 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
         return samples[0] if loader.batch_size is None else samples
 
     async def aclose(self) -> None:
-        """Close the async iterator, if it can be closed."""
         if hasattr(self._samples, "aclose"):
             await self._samples.aclose()

@@ -42,7 +42,7 @@ class StageStats:
 
 
 Slot: TypeAlias = list[Any]
-"""The place of one item in a buffer: empty until the outcome is in it."""
+"""The place of one item in a buffer: a list that is empty until it has the outcome."""
 
 
 class _Idle:
@@ -66,11 +66,10 @@ class _Idle:
 class _StageState(Enum):
     """The state of a stage. Pumps start in `OPEN`, while there is room in the buffer."""
 
-    #      the stage before has no item
+    #     the previous stage has no item
     # OPEN ------------------------------> STARVED
     #   |  <------------------------------    |
-    #   |     it has one again: `notify`      |
-    #   |                                     |
+    #   |  the previous stage calls `notify`  |
     #   '-- no item will come: `_end` --------'--> ENDED    the reader takes the rest
     #   in any state: `close` -------------------> CLOSED   nobody reads; `gone` is done when
     #                                                       the last pump has ended
@@ -86,12 +85,12 @@ _OPEN, _STARVED, _ENDED, _CLOSED = _StageState
 class Stage:
     """A bounded buffer that pumps fill and one reader at a time empties with `pull`.
 
-    A pump is a call on a worker, or a task on the event loop. It claims the next item of the stage
-    before and a slot for its outcome. Then it runs the function, and puts the outcome into the
-    slot. A pump ends when there is nothing to claim. A new pump starts when the reader has made
-    room, or when the stage before has an item.
+    A pump is a call on a worker, or a task on the event loop. A pump claims the next item of the
+    previous stage, and a slot. Then the pump runs the function, and puts the outcome into the slot.
+    A pump ends when there is nothing to claim. A new pump starts when the reader has made room, or
+    when the previous stage has an item.
 
-    `items` are the items of the stage before, an iterator that may yield `PENDING`. `run` calls the
+    `items` are the items of the previous stage; they may include `PENDING`. `run` calls the
     function of the step under the state of the caller.
     """
 
@@ -105,10 +104,10 @@ class Stage:
         self._slots: deque[Slot] = deque()
         # Out of order, an outcome goes into the oldest of the empty slots.
         self._empty: deque[Slot] | None = None if step.in_order else deque()
-        # Held by the pump that asks the stage before for an item. The stage before may block, so
+        # Held while a pump asks the previous stage for an item. The previous stage may block, so
         # the reader never takes this lock.
         self._upstream_lock = threading.Lock()
-        # Guards the attributes below; no user code runs while it is held. Re-entrant, because the
+        # Guards the attributes below; no user code runs under this lock. Re-entrant, because the
         # garbage collector may close a stream at any moment, on any thread.
         self._lock = threading.RLock()
         self._state = _OPEN
@@ -118,11 +117,6 @@ class Stage:
         self._claimed = step.first  # the position of the next item
         self.gone = running_future()
         """Done when the stage is closed and no pump runs any more."""
-
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return self.step.name
 
     def _start(self) -> None:
         """Start a pump; from any thread."""
@@ -144,7 +138,7 @@ class Stage:
         outcome = self._take()
         if outcome is PENDING:
             with self._lock:
-                # Look again: under this lock, `leave` looks whether the reader waits.
+                # Again: a `leave` that came meanwhile has not told the reader, who did not wait.
                 outcome = self._take()
                 if outcome is PENDING:
                     if self._state is _ENDED and not self._slots:
@@ -155,12 +149,12 @@ class Stage:
         return outcome
 
     def _take(self) -> Any:
-        # Only the reader removes slots: the first slot stays the first.
+        # Without the lock: only the reader removes slots.
         slots = self._slots
         return slots.popleft()[0] if slots and slots[0] else PENDING
 
     def notify(self) -> None:
-        """The stage before has an item, or has ended; from any thread."""
+        """The previous stage has an item, or has ended; from any thread."""
         with self._lock:
             if self._state is _STARVED:
                 self._state = _OPEN
@@ -170,17 +164,15 @@ class Stage:
         """Let no pump claim another item; from any thread, any number of times."""
         with self._lock:
             self._state = _CLOSED
-        # The listener is the next stage or the flow, which refer to this stage.
-        self.listener = _do_nothing
+        self.listener = _do_nothing  # it refers to this stage: a reference cycle
         self._drop_outcomes()
 
     # The pumps' side.
 
     def claim(self) -> tuple[Slot, int, Any] | None:
-        """Claim the next item: return its slot, its position and the item.
+        """Claim the next item, and return a slot, the item's position and the item.
 
-        Blocks while the stage before blocks. None: there is nothing to claim, and the pump must
-        end.
+        Blocks while the previous stage blocks. None: there is nothing to claim; the pump must end.
         """
         with self._upstream_lock:
             while self._state is _OPEN or self._state is _STARVED:
@@ -198,7 +190,7 @@ class Stage:
                         if self._state is _STARVED:
                             break
                         if self._state is _OPEN:
-                            self._state = _STARVED  # and look again: an item may have come
+                            self._state = _STARVED  # look again: a `notify` may have come before
                 elif item is END:
                     self._end()
                 elif self._state is not _CLOSED:
@@ -219,19 +211,18 @@ class Stage:
             self.listener()
 
     def pump_ended(self) -> None:
-        """The call or task of a pump has ended."""
         with self._lock:
             self._pumps -= 1
         self._drop_outcomes()
-        # A `notify` or `pull` may have come after the last claim, when this pump still counted.
+        # A `notify` or `pull` after the last claim has started no pump: this one still counted.
         self._start_pumps()
 
     def fail(self, error: BaseException) -> None:
-        """End the stage with an error: a worker or the stage before was lost."""
-        # Another pump may hold `_upstream_lock` for long, so it is not taken here. An item that the
-        # other pump claims meanwhile comes after the failure: nobody reads it.
+        """End the stage with an error: a worker or the previous stage was lost."""
+        # Without `_upstream_lock`, which another pump may hold for long. Nobody reads an item that
+        # the other pump claims meanwhile: it comes after the failure.
         slot, position = self._reserve()
-        self.leave(slot, failure(error, self.name, position, fatal=True))
+        self.leave(slot, failure(error, self.step.name, position, fatal=True))
         self._end()
 
     def _start_pumps(self) -> None:
@@ -269,12 +260,12 @@ class Stage:
         with self._lock:
             if self._state is not _CLOSED or self._pumps:
                 return
-            left = [*self._slots]
-            self._slots.clear()
-            self._claimed -= len(left)  # the stage has not handed them on
+            # The reader may be in `_take`, and goes on with the deque that it has.
+            left, self._slots = [*self._slots], deque()
+            self._claimed -= len(left)  # those items were not handed on
         for slot in left:
             if slot and type(slot[0]) is Failure:
-                slot[0].take()  # else its error would stay in a reference cycle
+                slot[0].take()  # else the error would stay in a reference cycle
         if not self.gone.done():
             self.gone.set_result(None)
 
@@ -282,26 +273,24 @@ class Stage:
 
     @property
     def doing(self) -> str:
-        """What the stage does now, in words."""
         slots = self._slots.copy()
         ready = sum(map(bool, slots))
         if not slots and self._state is not _ENDED:
-            return f"stage {self.name!r} waits for input after {self._claimed} items"
-        return f"stage {self.name!r} runs {len(slots) - ready} items and has {ready} ready"
+            return f"stage {self.step.name!r} waits for input after {self._claimed} items"
+        return f"stage {self.step.name!r} runs {len(slots) - ready} items and has {ready} ready"
 
     def stats(self) -> StageStats:
-        """The statistics of the stage up to now."""
         with self._lock:
             buffered, waited = len(self._slots), self._idle.seconds
             delivered = self._claimed - self.step.first - buffered
-        return StageStats(self.name, delivered, buffered, self.step.bound, waited)
+        return StageStats(self.step.name, delivered, buffered, self.step.bound, waited)
 
 
 def _do_nothing() -> None:
     pass
 
 
-# A pump that has run for so many seconds is queued again, so that other calls get the worker.
+# After so many seconds on a worker, a pump is queued again, so that other calls get the worker.
 _TIME_SLICE = 0.005
 
 
@@ -335,10 +324,9 @@ class WorkerStage(Stage):
                     if type(item) in UNAWAITED:
                         raise unawaited(item)
                 except BaseException as error:  # noqa: BLE001  # the reader gets it
-                    item = failure(error, self.name, position)
+                    item = failure(error, self.step.name, position)
             leave(slot, item)
-            # The next `claim` may block; no item is held meanwhile.
-            del claimed, slot, item
+            del claimed, slot, item  # the next `claim` may block, and must hold no item
             if perf_counter() > until:
                 return True
         return False
@@ -354,7 +342,7 @@ class WorkerStage(Stage):
             self.pump_ended()
 
     def close_items(self) -> None:
-        """Close the iterator of the items; waits until nobody advances it."""
+        """Wait until no pump advances the items, and close their iterator."""
         with self._upstream_lock:
             close = getattr(self._items, "close", None)
             if close is not None:
@@ -362,7 +350,7 @@ class WorkerStage(Stage):
 
 
 class _PumpCall(Call[bool]):
-    """The call of a pump; it has no `Future`, because nobody awaits it."""
+    """The call of a pump. Nobody awaits this call, so there is no `Future`."""
 
     helpable = False
 
@@ -378,8 +366,9 @@ class _PumpCall(Call[bool]):
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            error = ExecutorShutdown("the executor of the stream was shut down")
-            self._stage.call_ended(None, error)
+            self._stage.call_ended(
+                None, ExecutorShutdown("the executor of the stream was shut down")
+            )
 
 
 class TaskStage(Stage):
@@ -402,9 +391,9 @@ class TaskStage(Stage):
                 try:
                     item = await fn(item)
                 except Exception as error:  # noqa: BLE001  # the reader gets it
-                    item = failure(error, self.name, position)
+                    item = failure(error, self.step.name, position)
                 except BaseException as error:
-                    self.leave(slot, _ended_by(error, self.name, position))
+                    self.leave(slot, _ended_by(error, self.step.name, position))
                     self._end()  # else another pump would start, perhaps on a loop that ends
                     if self._tasks.must_propagate(error):
                         raise
@@ -415,7 +404,7 @@ class TaskStage(Stage):
 
 def _ended_by(error: BaseException, name: str, position: int) -> Failure:
     """The `Failure` for a task that was cancelled, or that a BaseException has ended."""
-    # If a read raised `error` itself, the reader would seem to be cancelled.
+    # A stand-in: a read that raised `error` would look as if the reader were cancelled.
     cancelled = isinstance(error, asyncio.CancelledError) or is_cancellation(error)
     how = "cancelled from outside" if cancelled else f"ended by {type(error).__name__}"
     error = stand_in(f"a task of stage {name!r} was {how}", error)
@@ -425,9 +414,9 @@ def _ended_by(error: BaseException, name: str, position: int) -> Failure:
 class AsyncSource(Stage):
     """The items of an async iterable, fetched ahead by one task.
 
-    The task is the only pump. It takes all items, because an async generator may hold a task group
-    or a timeout open between two items, which belong to the task that entered them. It waits while
-    the buffer is full, and closes the generator at the end.
+    The task is the only pump, and takes all items. An async generator may hold a task group or a
+    timeout open between two items, and only the task that has entered a task group may leave it.
+    The task waits while the buffer is full, and closes the generator at the end.
     """
 
     def __init__(self, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
@@ -459,7 +448,7 @@ class AsyncSource(Stage):
             self.fail(error)
         except BaseException as error:
             slot, position = self._reserve()
-            self.leave(slot, _ended_by(error, self.name, position))
+            self.leave(slot, _ended_by(error, self.step.name, position))
             if self._tasks.must_propagate(error):
                 raise
         finally:
@@ -470,7 +459,7 @@ class AsyncSource(Stage):
         """Wait until there is room for an item; False: the stage is closed."""
         if len(self._slots) >= self.step.bound:
             self._room = room = running_future()
-            # Look again: a `pull` that made room before this line has not seen the future.
+            # Again: a worker may have pulled an item before it could see the future.
             if len(self._slots) >= self.step.bound:
                 with self._lock:
                     self._idle.add(1)

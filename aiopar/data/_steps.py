@@ -134,7 +134,6 @@ class MapStep:
 
     @property
     def buffer(self) -> int:
-        """The bound, or its default."""
         return self.bound or self.concurrency + max(2, self.concurrency)
 
 

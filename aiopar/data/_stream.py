@@ -43,12 +43,12 @@ from ._steps import (
 
 T = TypeVar("T")
 
-# A read of a ready item does not suspend. After so many seconds without suspending, a read gives
-# other tasks a turn and sees a cancellation.
+# A read of a ready item does not suspend. A reader that has not suspended for so many seconds gives
+# other tasks a turn, and sees a cancellation.
 _TURN = 0.005
 
 _READING = -math.inf
-"""In place of the end of the turn while a read waits."""
+"""The end of the turn while a read waits."""
 
 _GOES_ON = "; a function that runs in a thread cannot be interrupted, and goes on"
 
@@ -97,8 +97,7 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any
         raise ImportError("progress needs tqdm: pip install 'aiopar[progress]'") from error
 
     class Unwatched(tqdm):  # type: ignore[type-arg]
-        # No monitor thread, which would outlive the stream.
-        monitor_interval = 0
+        monitor_interval = 0  # no monitor thread, which would outlive the stream
 
     return Unwatched(total=total, initial=initial, unit=unit)
 
@@ -121,11 +120,11 @@ class Flow:
         each = executor is not None and _calls_each(executor)
         self._each = executor if each else None  # gets a call for each item
         self._given = None if each else executor  # runs pumps
-        self._own: DeviceExecutor | None = None
+        self._own: DeviceExecutor | None = None  # made if there is no `_given`
         self._workers = 1 + sum(step.concurrency for step in steps if isinstance(step, MapStep))
         self._tasks = Tasks(caller)
         self._stop = StopFlag()
-        # Emptied by the first `close`. A lock would not do: a destructor may close at any line.
+        # Emptied by the first `close`. Not a lock: a destructor may call `close` at any line.
         self._open = [None]
         self._waiting: list[Awaiter] = []
         self._source: Steps[Any] | None = None
@@ -133,7 +132,7 @@ class Flow:
         self.stages: list[Stage] = []
         self._build(source, steps)
 
-    # Building. `_items` yields the items of the last step so far. `_blocks`: `next` may block.
+    # Building. `_items` yields the items of the last step so far; if `_blocks`, `next` may block.
 
     def _build(self, source: Iterable[Any] | AsyncIterable[Any], steps: Sequence[Step]) -> None:
         self._items: Iterator[Any]
@@ -198,7 +197,7 @@ class Flow:
                     "the event loop on which this stream began does not run any more, and its "
                     "async functions or source ran there: read each stream on one loop"
                 )
-            # The waiter is there before `pull`, and an outcome that comes later finds it.
+            # Before `pull`: an outcome that comes after `pull` must find the waiter.
             waiter = awaiter_here()
             assert waiter is not None  # noqa: S101  # the stream has checked that a loop runs
             self._waiting[:] = [waiter]
@@ -220,10 +219,7 @@ class Flow:
     # Closing.
 
     def close(self) -> None:
-        """Claim no more items, cancel tasks and end threads, without waiting.
-
-        May be called from any thread, any number of times.
-        """
+        """Claim no more items, cancel tasks and end threads, without waiting; from any thread."""
         try:
             self._open.pop()
         except IndexError:
@@ -267,17 +263,16 @@ class Flow:
         return [stage for stage in self.stages if runs or isinstance(stage, WorkerStage)]
 
     def _close_items(self) -> Future[None]:
-        """Close the generators on a worker; this waits there for running steps."""
-        try:
-            return self._submit_close()
-        except ExecutorShutdown:  # the given executor was shut down
-            self._given = None
-            return self._submit_close()
-
-    def _submit_close(self) -> Future[None]:
+        """Close the generators on a worker, which waits for their running steps."""
         stages = [stage for stage in self.stages if isinstance(stage, WorkerStage)]
         call = FutureCall(_close, (stages, self._source), self._caller)
-        self._executor()._dispatcher.put(call)
+        try:
+            self._executor()._dispatcher.put(call)
+        except ExecutorShutdown:
+            if self._given is None:
+                raise
+            self._given = None  # it was shut down: use threads of the stream's own
+            return self._close_items()
         return call.future
 
 
@@ -285,8 +280,7 @@ def _calls_each(executor: DeviceExecutor) -> bool:
     """Whether each item must be a call of its own."""
     # A worker in another process or machine can run only the user's function, not a pump. On an
     # accelerator, only the result of a call is complete, and ordered after the caller's launches.
-    elsewhere = not executor._dispatcher.shares_memory
-    return elsewhere or any(map(is_accelerator, executor.devices))
+    return not executor._dispatcher.shares_memory or any(map(is_accelerator, executor.devices))
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:
@@ -301,9 +295,8 @@ class Stream(AsyncOnly, Generic[T]):
 
     Nothing starts before the first read. Then workers and tasks run ahead of the reader, up to the
     bounds of their buffers. Everything runs under the state that the caller had when the stream was
-    made (grad mode, autocast, context variables, ...). Each item begins with this state, whatever a
-    function has changed for an earlier item. A generator keeps its own state between its items. The
-    stream owns its source, and closes a generator at the end.
+    made (grad mode, autocast, context variables, ...), anew for each item. A generator keeps its
+    own state between its items. The stream owns its source, and closes a generator at the end.
 
     One task may read at a time. A read that is cancelled or times out loses no item. A read of a
     ready item does not suspend, except to give other tasks a turn every few milliseconds.
@@ -311,8 +304,8 @@ class Stream(AsyncOnly, Generic[T]):
     A stream ends after its last item, after an error, by `aclose`, or when `async with` is left.
     Then no item starts any more, tasks are cancelled, and threads end after the items that they
     run. `aclose` and `async with` wait for all of this, and until the source is closed. They do not
-    wait for tasks of an event loop that was closed. If a plain `async for` is left early, the
-    stream ends when it is collected, and nothing waits for it.
+    wait for tasks of a closed event loop. If a plain `async for` is left early, the stream ends
+    when it is collected, and nothing waits for the end.
 
     A read raises the error of a function or of the source in place of the item, with its own type
     and a note that names the stage and the position. It raises `TimeoutError` if it waits longer
@@ -437,7 +430,7 @@ class Stream(AsyncOnly, Generic[T]):
                     return item  # type: ignore[no-any-return]
         finally:
             self._turn_ends = turn_ends
-            del item  # an error's traceback holds this frame
+            del item  # the error's traceback holds this frame
 
     async def _wait(self, flow: Flow) -> Any:
         began = perf_counter()

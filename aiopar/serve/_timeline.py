@@ -237,7 +237,7 @@ def _name_of_call(fn: Any) -> str | None:
     if getattr(function, "__func__", None) is WorkerPart._first_step:
         return None
     owner = getattr(function, "__self__", None)
-    return owner.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
+    return owner.step.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
 
 
 class _Batches(BatchObserver):
