@@ -38,7 +38,7 @@ class Generators:
     def __init__(self, named: dict[str, torch.Generator]) -> None:
         self._named = named
         self.default_was_set = False
-        """Whether a sampler or dataset has set torch's default generator as it loaded its state."""
+        """Whether a sampler or dataset, as it loaded a state, has set torch's default generator."""
 
     @classmethod
     def of_loader(cls, loader: "DataLoader[Any]") -> Self:
@@ -95,9 +95,9 @@ class Generators:
     def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
         """Restore `states`, and on leaving the present state of torch's default generator.
 
-        Other code (dropout, initial weights) has drawn from the default generator since `states`
-        were saved; numbers that are drawn again here must not change what it draws next. If a
-        sampler or dataset sets the default generator here, the generator keeps that state.
+        Numbers that the block draws again must not change what other code (dropout, initial
+        weights) draws next from the default generator. If a sampler or dataset sets the default
+        generator in the block, the generator keeps that state.
         """
         now = torch.get_rng_state() if self.has_default else None
         self.default_was_set = False
@@ -115,8 +115,8 @@ class Generators:
 def is_stateful(given: object) -> bool:
     """Whether an object has a state that can be saved and loaded.
 
-    A `state_dict` that needs arguments does not count: some datasets have one for a loader of their
-    own, which passes the number of delivered samples.
+    A `state_dict` that needs arguments does not count: only a loader of the dataset's own can call
+    such a method.
     """
     state_dict = getattr(given, "state_dict", None)
     if state_dict is None or not hasattr(given, "load_state_dict"):
@@ -132,18 +132,15 @@ def is_stateful(given: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class MissingState:
-    """Stands for a state that could not be read, because `state_dict()` raised `error`.
-
-    The iteration goes on. `Cursor.state_dict` raises the error.
-    """
+    """Stands for a state that could not be read; `Cursor.state_dict` raises the error."""
 
     error: Exception
 
 
 def read_state(owner: Any, *, iterated: bool = True) -> Any:
-    """A copy of the state of a source, dataset or sampler, or a `MissingState`; None: it has none.
+    """A copy of the state of a source, dataset or sampler; a `MissingState`; None: no state.
 
-    An error before the owner was `iterated` counts as no state: some owners have none until then.
+    An error before the owner was `iterated` means no state: some owners have none until then.
     """
     if not is_stateful(owner):
         return None
@@ -157,10 +154,10 @@ def read_state(owner: Any, *, iterated: bool = True) -> Any:
 class StateLoader:
     """Loads a saved state, if there is one, into its owner, before or after `iter(owner)`.
 
-    Most owners accept the state before `iter`, and `iter` continues from it. An owner that is its
-    own iterator may start over in `iter`, or accept no state before `iter`. The state of such an
-    owner is loaded after `iter`, as torchdata's loader does. `iterated` says whether the state was
-    saved after `iter(owner)`. `generators` note if the owner sets torch's default generator.
+    Most owners accept the state before `iter`, and continue in `iter`. An owner that is its own
+    iterator may start over in `iter`, or accept no state before `iter`. Such an owner gets the
+    state after `iter`, as from torchdata's loader. `iterated`: the state was saved after
+    `iter(owner)`. `generators` note if the owner sets torch's default generator.
     """
 
     def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
@@ -183,8 +180,8 @@ class StateLoader:
         """Load the state if the owner does not have it; called once, with `iter(owner)`."""
         if self._state is None:
             return
-        # An owner continues in the first `iter` after a load. A second load would make it continue
-        # in the next epoch, too.
+        # The first `iter` after a load continues. A second load would let the next epoch continue,
+        # too.
         restarted = self._iterated and iterator is self._owner and not self._has_state()
         if restarted or not self.loaded:
             self._load()
@@ -248,9 +245,9 @@ class FetchRequest(NamedTuple):
 class Cursor:
     """The position of an iteration. The cursor outlives the iteration.
 
-    The items of a pipeline, or the batches of a loader's epoch, are numbered from 0. An iteration
-    that resumes from a cursor draws the items again from the same generators, and skips those that
-    were delivered. A loader with a stateful sampler or dataset loads the saved state instead.
+    The items of a pipeline, or the batches of a loader's epoch, are numbered from 0. A resumed
+    iteration draws the items again from the same generators, and skips the delivered items. A
+    loader with a stateful sampler or dataset loads the saved state instead.
 
     Attributes:
         generators: The states of the generators, by name. A loader has the states from before the
@@ -265,9 +262,8 @@ class Cursor:
         at_end: Whether `source` is the state after the last item of the previous epoch or
             iteration.
         seeded: Whether an earlier epoch has drawn `base_seed` for all epochs; only used by loaders.
-        initial: The own state of the source, sampler or dataset before it was first iterated. It is
-            saved, because some sources begin when they are asked for their state. A source that
-            will load a state must not be asked.
+        initial: The own state of the source, sampler or dataset before its first iteration. A
+            resumed iteration cannot ask: some sources begin when they are asked for their state.
     """
 
     generators: dict[str, Tensor] = field(default_factory=dict)
@@ -290,7 +286,7 @@ class Cursor:
 
     @property
     def midway(self) -> bool:
-        """Whether an iteration that begins now continues a saved one after its first item."""
+        """Whether a saved iteration continues, after its first item."""
         return self.resumed and self.delivered > 0
 
     # Saving and loading.
@@ -411,9 +407,8 @@ def current_cursor(last: Cursor | None, source: Any, generators: Generators) -> 
 def restarting(source: Any, initial: Any) -> Any:
     """The items of a source that was restored to its state at the start of an iteration.
 
-    The state may be from the end of the previous iteration. Then the source yields nothing after
-    the first `iter`, and begins again with the second. A source that keeps a loaded state begins
-    again when its `initial` state is loaded.
+    If the state is from the end of the previous iteration, the source yields nothing after the
+    first `iter`, and begins again with the second, or when its `initial` state is loaded.
     """
     if isinstance(source, AsyncIterable):
         return _async_items(source, initial)
@@ -425,8 +420,8 @@ def _load_initial(source: Any, initial: Any) -> None:
         source.load_state_dict(copy.deepcopy(initial))
 
 
-# Only `next` is used here: `for` and `yield from` call `iter` again, and a source that is its own
-# iterator may then start over.
+# `for` and `yield from` would call `iter` again, and a source that is its own iterator may then
+# start over.
 def _items(source: Iterable[Any], initial: Any) -> Iterator[Any]:
     items: Any = items_of(source)
     try:

@@ -76,7 +76,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     `aiter` raises `RuntimeError` until the first epoch has ended, was closed, or was collected.
     Leaving the loop stops fetching. `async with loader as stream: async for batch in stream` (or
     `aclose`) also waits until threads, tasks and processes have ended; threads finish the samples
-    that they fetch. Works under asyncio and trio. `state_dict` saves the position at any batch.
+    that they fetch. `state_dict` saves the position at any batch.
 
     Differences from torch:
 
@@ -105,9 +105,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         pin_memory: Whether batches come in pinned memory, if there is an accelerator. Not needed
             with `device`.
         drop_last: As in torch.
-        timeout: The most seconds to wait for one batch; 0: no limit. No batch is lost by a timeout:
-            the next read continues to wait. After a timeout, the end of `async with` does not wait
-            for threads, which cannot be interrupted.
+        timeout: The most seconds to wait for one batch; 0: no limit. After a timeout, the next read
+            continues to wait, and the end of `async with` does not wait for stuck threads.
         worker_init_fn: Called in each worker with its number, before it fetches. Not with async
             datasets. In threads, `get_worker_info()` is None, and each sample begins with the
             caller's state, whatever this function changes of torch's state or context variables.
@@ -119,14 +118,12 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         in_order: Whether batches come in their order, or as soon as they are ready.
         worker_type: "thread", or "process": torch's own worker processes, for map-style datasets
             and subclasses of `IterableDataset`.
-        device: The device on which batches arrive, copied as by `Pipeline.to` while the consumer
-            computes.
-        devices: Several devices: a batch is a list of chunks, one per device, as by
-            `aiopar.scatter`.
-        max_failures: How many samples of an epoch may fail. They are skipped, and recorded in
-            `failures`. Samples that fail together (in `__getitems__`, in `collate_fn`, in a worker
-            process) are skipped together, and count once. An error of a sampler or an iterable is
-            always raised.
+        device: The device to which batches are copied while the consumer computes, as by
+            `Pipeline.to`.
+        devices: Several devices: a batch is a list of chunks, as by `aiopar.scatter`.
+        max_failures: How many failed samples of an epoch are skipped, and recorded in `failures`.
+            Samples that fail together (in `__getitems__`, in `collate_fn`, in a worker process)
+            count once. An error of a sampler or an iterable is always raised.
         executor: The executor whose CPU workers load. None, or if it has none: `num_workers`
             threads of the loader's own.
         progress: Whether each epoch has a progress bar, with the rate and, if `len` is known, the
@@ -406,10 +403,10 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         The state has the number of delivered batches, and the states of the generators at the start
         of the epoch. After loading, the indices of the delivered batches are drawn again, and their
         samples are not fetched. If a sampler, an iterable dataset or the dataset's iterator has
-        `state_dict()` and `load_state_dict`, its own state is saved instead. If a dataset keeps a
-        loaded state for all later epochs, as Hugging Face's do, its state from before the first
-        epoch is loaded after the resumed epoch. Other iterables are read again from their start. So
-        are iterables in worker processes, and datasets whose `state_dict` takes arguments.
+        `state_dict()` (without arguments) and `load_state_dict`, its own state is saved instead. If
+        a dataset keeps a loaded state for all later epochs, as Hugging Face's do, its state from
+        before the first epoch is loaded after the resumed epoch. Other iterables are read again
+        from their start, and so are all iterables in worker processes.
 
         Without `generator`, the state includes the present state of torch's default generator, and
         loading sets the generator. Other sources of randomness are not saved: `random`, or
@@ -475,6 +472,9 @@ class _Settings:
     def __post_init__(self) -> None:
         self.num_workers = check_int("num_workers", self.num_workers, at_least=1)
         self.prefetch_factor = check_int("prefetch_factor", self.prefetch_factor, at_least=1)
+        self.bound = (
+            self.prefetch_factor * self.num_workers
+        )  # of the batches ready or being fetched
         if isinstance(self.timeout, int | float) and self.timeout < 0:  # torch's words
             raise ValueError(f"timeout option should be non-negative, got {self.timeout}")
         self.timeout = check_number("timeout", self.timeout, zero=True)
@@ -503,11 +503,6 @@ class _Settings:
     @property
     def processes(self) -> bool:
         return self.worker_type == "process"
-
-    @property
-    def bound(self) -> int:
-        """The most batches that are ready or being fetched."""
-        return self.prefetch_factor * self.num_workers
 
     def torch_loader(self, dataset: Any, **options: Any) -> "DataLoader[Any]":
         """A torch loader of the dataset, which checks its own arguments and makes the samplers.

@@ -77,8 +77,8 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     Like the built-in `map` and `concurrent.futures.Executor.map`. Unlike them, the source may be
     asynchronous or endless, and the number of batches in flight is bounded. The state of the caller
     (grad mode, inference mode, autocast, the current executor, ...) is captured by this call.
-    Nothing starts before the first read. `async with aiopar.map(...) as outputs` waits, when it is
-    left, until nothing runs any more; see `Stream` for errors and closing.
+    `async with aiopar.map(...) as outputs` waits, when it is left, until nothing runs any more; see
+    `Stream` for errors and closing.
 
     A module runs on replicas, one for each entry of `devices`, on the workers of the current
     executor. Each batch goes to the replica with the fewest batches. The replicas are made at the
@@ -102,10 +102,9 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
             there is none, the CPU once for each core, at least twice. If the current executor's
             workers are processes or actors: its devices.
         concurrency: The most batches that run or wait for a worker. As many finished outputs (at
-            least two) may wait to be read. With a module or `devices`, workers that advance the
-            source may also read as many batches ahead as both numbers together. None: two per entry
-            of `devices`; one per core for a plain function without `devices`; 16 for an async
-            function.
+            least two) may wait to be read. With a module or `devices`, the same number of batches
+            may be read ahead. None: two per entry of `devices`; one per core for a plain function
+            without `devices`; 16 for an async function.
         in_order: Whether outputs come in the order of the batches, or as soon as they are ready.
         progress: Whether to show a progress bar, with time left if `source` has a length.
 

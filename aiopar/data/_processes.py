@@ -28,8 +28,8 @@ from ._fetch import NO_BATCH, FailedSample, Left, Loaded
 from ._sampling import Sampling
 from ._steps import StopFlag
 
-# While it waits for a batch, the reading thread looks so often whether the epoch was closed, or a
-# process has died; torch looks every 5 s.
+# The thread that waits for a batch looks after each so many seconds whether the epoch was closed,
+# or a process has died; torch looks every 5 s.
 _LOOK_INTERVAL = 0.2
 
 # Processes that still fetch so many seconds after they were told to end are terminated.
@@ -39,8 +39,8 @@ _GRACE = 0.5
 class WorkerProcesses(_MultiProcessingDataLoaderIter):
     """torch's iterator; it ends worker processes only in the process that started them.
 
-    A forked process, such as a worker process of another loader, has a copy of the iterator and
-    frees it. torch would then stop the parent's worker processes, and wait for a lock that the
+    A forked process, such as a worker process of another loader, has a copy of the iterator. When
+    that copy is freed, torch would stop the parent's worker processes, and wait for a lock that the
     parent holds.
     """
 
@@ -52,8 +52,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.started_in = os.getpid()
         super().__init__(loader)
-        # Otherwise torch's handler of SIGCHLD raises if a process dies: in the main thread, perhaps
-        # in the event loop, not where the loader is read.
+        # Else torch's handler of SIGCHLD raises when a process dies: in the main thread, perhaps in
+        # the event loop, not where the loader is read.
         torch._C._remove_worker_pids(id(self))
         self._worker_pids_set = False
 
@@ -73,8 +73,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
 
     def shut_down(self) -> None:
         """End the processes, and wait until they have ended; terminate those that are stuck."""
-        # torch waits 5 s for each process. This timer ends stuck processes sooner, but not at once:
-        # torch must first end the thread that reads from them.
+        # torch waits 5 s for each process. This timer ends stuck processes sooner, but only after
+        # torch has ended the thread that reads from them.
         timer = threading.Timer(_GRACE, self._terminate)
         with suppress(RuntimeError):  # no thread can be started
             timer.start()
@@ -105,8 +105,8 @@ class _EpochIndices:
         """End the epoch."""
         self.epoch = None
         if self._iterator is not None:
-            # Persistent processes refer to the generator, and the generator's frame to them. A
-            # thread that collected this cycle would wait for the processes.
+            # Persistent processes and the generator's frame refer to each other. A thread that
+            # collected this cycle would wait for the processes.
             self._iterator.close()  # type: ignore[attr-defined]
             self._iterator = None
 
@@ -135,8 +135,8 @@ class ProcessLoader(DataLoader[Any]):
         return super()._index_sampler if iterable else self._indices
 
     def _get_iterator(self) -> WorkerProcesses:
-        # Set before the first process starts. If torch fails to start all (because the sampler
-        # raises, ...), only the error's traceback would refer to the started processes.
+        # First: if torch fails to start all processes (because the sampler raises, ...), only the
+        # error's traceback would refer to the started ones.
         self._processes = WorkerProcesses.__new__(WorkerProcesses)
         self._processes.stop = self.stop
         try:
@@ -172,7 +172,7 @@ class ProcessLoader(DataLoader[Any]):
     def end(self) -> None:
         """End the epoch, and the processes unless they persist."""
         self._indices.forget()
-        # If a process has died, end persistent processes, too: the next epoch would fail.
+        # After a death, end persistent processes, too: the next epoch would fail.
         if not self.persistent_workers or self.deaths():
             self.shut_down()
 
@@ -184,8 +184,8 @@ class ProcessLoader(DataLoader[Any]):
     def shut_down(self) -> None:
         """End the processes, and wait until they have ended; with `lock` held."""
         processes, self._processes, self._iterator = self._processes, None, None
-        # torch ends them when its iterator is freed, but an error that the user keeps refers to the
-        # iterator. `_workers` is missing if no process was started.
+        # torch would end them when its iterator is freed, but an error that the user keeps may
+        # refer to the iterator. `_workers` is missing if no process was started.
         if processes is not None and hasattr(processes, "_workers"):
             processes.shut_down()
 
@@ -219,12 +219,10 @@ class ProcessBatches(Iterator[Loaded]):
         self._cursor: Cursor | None = None
         self._batches: Iterator[Any] | None = None
         self._state: StateLoader | None = None
-        # The sampler must not be iterated; see `Sampling.begin`.
-        self._nothing_remains = False
+        self._nothing_remains = False  # the sampler must not be iterated; see `Sampling.begin`
         # The batches that torch has asked for and not delivered yet.
         self._requested: deque[FetchRequest] = deque()
-        # Raised after all requested batches.
-        self._sampler_error: Exception | None = None
+        self._sampler_error: Exception | None = None  # raised after all requested batches
 
     def __next__(self) -> Loaded:
         with self._loader.lock:
@@ -286,8 +284,7 @@ class ProcessBatches(Iterator[Loaded]):
         if not cursor.resumed:
             return
         if cursor.seeded:
-            # torch has drawn a `base_seed`. The saved epoch drew none, because its processes
-            # persisted.
+            # torch has drawn a `base_seed`; the saved epoch, with persistent processes, had not.
             sampling.generators.restore(cursor.generators)
         # A state from the start of the epoch is loaded before torch's first `iter` only.
         if sampling.stateful is not None and (self._state is None or cursor.delivered):
@@ -324,13 +321,12 @@ class ProcessBatches(Iterator[Loaded]):
         """The result for a batch that failed.
 
         Raises:
-            BaseException: The error, if there are more than `max_failures`, if it is not the error
-                of a sample (a process has died), or if an iterable raised it: its later samples
-                are lost.
+            BaseException: The error, if there are more than `max_failures`, if a process has died,
+                or if an iterable has failed, whose later samples are lost.
         """
         of_sample = "in DataLoader worker process" in in_words(error)
         if of_sample:
-            # Drop torch's frames, which refer to the error. Its text has the process's traceback.
+            # torch's frames refer to the error. The error's text has the process's traceback.
             error.with_traceback(None)
         error = awaitable_error(error)
         try:

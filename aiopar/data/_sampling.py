@@ -160,19 +160,19 @@ class Sampling:
         """The sampler or dataset with its own `state_dict`; None: neither has one."""
         self.generators = Generators.of_loader(loader)
         self.restart_if_empty = False
-        """Whether the sampler or dataset was restored to its state at the end of an epoch. Then it
-        may yield nothing after the next `iter`, and begin again after another `iter`."""
+        """Whether `stateful` was restored to its state at the end of an epoch. Then `stateful` may
+        yield nothing after the next `iter`, and begin again after another `iter`."""
         self._persistent = persistent
         # The state of `stateful` after the first batch of an epoch that was resumed midway; END if
         # the epoch had no batch.
         self._first: Any = None
-        self._iterator: Any = None  # that of the running epoch, if it has a state of its own
+        self._iterator: Any = None  # of the running epoch, if the iterator has a state of its own
         self._at_end = False  # the sampler was read to its end, and no epoch has begun since
         self._seeded = False
         self._epoch: int | None = None
         self._loaded: dict[str, Any] | None = None
         self._cursor: Cursor | None = None
-        # Guards the cursor, which is written by the reader and by the worker that draws batches.
+        # Guards the cursor: the reader and the worker that draws batches write to it.
         self._lock = ReentrantLock()
 
     @property
@@ -194,11 +194,11 @@ class Sampling:
         return None
 
     def set_epoch(self, epoch: int) -> None:
-        """Call `set_epoch` of the samplers and the dataset, if they have it, once each."""
+        """Call `set_epoch` of the samplers and the dataset that have it, once each."""
         self._epoch = epoch
-        loader: Any = self.loader
-        inner = getattr(loader.batch_sampler, "sampler", None)
-        owners: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, inner, self.dataset)
+        batch_sampler = self.loader.batch_sampler
+        inner = getattr(batch_sampler, "sampler", None)
+        owners: list[Any] = [self.loader.sampler, batch_sampler, inner, self.dataset]
         for owner in {id(owner): owner for owner in owners}.values():
             if hasattr(owner, "set_epoch"):
                 owner.set_epoch(epoch)
@@ -216,8 +216,7 @@ class Sampling:
         self._warn_if_longer(self._cursor.delivered)
 
     def _warn_if_longer(self, batches: int) -> None:
-        # One warning, at the end of an epoch. torch warns at each excess batch, and counts each
-        # batch as one sample.
+        # Once an epoch. torch warns at each excess batch, and counts a batch as one sample.
         processes, size = self.loader.num_workers, self.loader.batch_size or 1
         length = getattr(self.loader, "_IterableDataset_len_called", None)
         # The last batch of each process may be incomplete.
@@ -258,21 +257,16 @@ class Sampling:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         cursor = Cursor.from_state_dict(state, *_SETTINGS)
         self.generators.check(cursor.generators)
-        # Without a stateful sampler, the position is a number of batches: their size must be the
-        # same, except between two epochs. The size of a user's batch sampler is unknown (None).
-        counted = not cursor.ended and self.stateful is None and cursor.source is None
-        theirs, own = state["batch_size"], self.loader.batch_size
-        if counted and theirs != own and None not in (theirs, own):
-            raise ValueError(
-                f"the state is from within an epoch with batch_size={theirs}, this loader has "
-                f"{own}: samples would be lost or repeated"
-            )
-        if counted and state["processes"] != self._sharing_processes:
-            raise ValueError(
-                f"the state is from within an epoch of {state['processes']} worker processes that "
-                f"share the dataset, this loader has {self._sharing_processes}: samples would be "
-                "lost or repeated"
-            )
+        # Within an epoch and without a stateful sampler, the position is a number of batches of one
+        # size. The size of a user's batch sampler is unknown (None).
+        if not cursor.ended and self.stateful is None and cursor.source is None:
+            own = {"batch_size": self.loader.batch_size, "processes": self._sharing_processes}
+            for name, value in own.items():
+                if state[name] != value and None not in (state[name], value):
+                    raise ValueError(
+                        f"the state is from within an epoch with {name}={state[name]}, this loader "
+                        f"has {value}: samples would be lost or repeated"
+                    )
         if state["default_generator"] is not None:
             torch.set_rng_state(state["default_generator"])
         if state["set_epoch"] is not None:
@@ -281,7 +275,7 @@ class Sampling:
 
     @property
     def _sharing_processes(self) -> int:
-        """How many worker processes share an iterable; the order of the batches depends on it."""
+        """How many worker processes share an iterable, which decides the order of the batches."""
         return 0 if self.kind.by_index else self.loader.num_workers
 
     # Beginning an epoch.
@@ -415,10 +409,10 @@ class Sampling:
         return iterator, _rest(content, contents)
 
     def restarts(self, empty: bool) -> bool:
-        """Whether the sampler or dataset must be iterated again; `empty`: it gave no batch.
+        """Whether the sampler or dataset must be iterated again; `empty`: there was no batch.
 
-        Its state may be from the end of an epoch. Or it keeps a loaded state, as Hugging Face's
-        datasets do, and begins there after each `iter`. Then its initial state is loaded.
+        The loaded state may be from the end of an epoch. Or the dataset begins at a loaded state
+        after each `iter`, as Hugging Face's do. Then the initial state is loaded.
         """
         cursor, first, self._first = self._cursor, self._first, None
         assert cursor is not None  # noqa: S101
@@ -460,11 +454,11 @@ class Sampling:
                 del request
 
     def request_maker(self, cursor: Cursor) -> Callable[[Any], FetchRequest | None]:
-        """A function that makes the request of each drawn content, and of `END` at the end.
+        """A function that makes the request of each drawn content; its last argument is `END`.
 
-        It returns None for a batch that was delivered before. With a stateful sampler, it returns
-        each request one call later: only then it is known whether the batch is the last. The state
-        does not tell, because a sampler may have the same state at its end as at its start.
+        The result is None for a batch that was delivered before. With a stateful sampler, each
+        request comes one call later, when it is known whether its batch is the last. The state does
+        not tell, because a sampler may have the same state at its end as at its start.
         """
         numbers = count(cursor.delivered)
         owner = self._iterator if self.stateful is None else self.stateful
@@ -487,8 +481,7 @@ class Sampling:
         return make
 
 
-# These loops call `next`: as in torch, `iter` is called once per epoch, because another `iter` may
-# restart an iterator.
+# These loops call `next`, not `iter`: a second `iter` in an epoch may restart an iterator.
 
 
 def _rest(content: Any, contents: Iterator[Any]) -> Iterator[Any]:
@@ -557,8 +550,7 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
 
     async def __anext__(self) -> FetchRequest:
         make = self._make or await self._begin()
-        # Before the samples are fetched: a batch that is being fetched takes room, too.
-        await self._room.acquire()
+        await self._room.acquire()  # first: a batch that is being fetched takes room, too
         while True:
             content, self._first = self._first, END
             if content is END:

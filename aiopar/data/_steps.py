@@ -1,6 +1,6 @@
 """The steps of a pipeline as declared, and what passes from step to step.
 
-What passes is an item, a `Failure` in its place, `PENDING` or `END`. An inline step yields
+This is an item, a `Failure` in place of an item, `PENDING` or `END`. An inline step yields
 `PENDING` and a `Failure` at once.
 """
 
@@ -24,7 +24,7 @@ PENDING: Final[Any] = object()
 
 
 class StopFlag:
-    """Tells workers that the reader has left; they check it between two items.
+    """Tells workers that the reader has left; workers look between two items.
 
     A `threading.Event` has a lock, which must not be taken in a finalizer or after Ctrl-C.
     """
@@ -63,10 +63,7 @@ class Failure:
     """Whether no item can follow, because the source failed or a worker was lost."""
 
     def take(self) -> BaseException:
-        """Return the error and release it, once.
-
-        The error's traceback refers to frames of pumps and steps, which may refer to this object.
-        """
+        """Return the error, once; its traceback may refer to this object."""
         error, self.error = self.error, None
         assert error is not None  # noqa: S101
         return error
@@ -80,24 +77,15 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
     add_note_once(error, f"in stage {stage!r} of the stream, item ", str(position))
-    if _misses_worker_info(error):
-        add_note_once(
-            error,
-            "get_worker_info() is None in threads, which share one process: use the argument of "
-            'worker_init_fn, or AsyncDataLoader(..., worker_type="process")',
-        )
+    if isinstance(error, AttributeError) and error.obj is None and error.__traceback__ is not None:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if "get_worker_info" in frame.f_code.co_names:
+            add_note_once(
+                error,
+                "get_worker_info() is None in threads, which share one process: use the argument "
+                'of worker_init_fn, or AsyncDataLoader(..., worker_type="process")',
+            )
     return Failure(error, stage, position, fatal)
-
-
-def _misses_worker_info(error: BaseException) -> bool:
-    """Whether code that asks torch for the info of its worker process used None as the info."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return (
-        isinstance(error, AttributeError)
-        and error.obj is None
-        and bool(frames)
-        and "get_worker_info" in frames[-1][0].f_code.co_names
-    )
 
 
 UNAWAITED: frozenset[type] = frozenset((CoroutineType, Future))
@@ -123,8 +111,8 @@ class MapStep:
     concurrency: int = 1
     """How many pumps there may be at once."""
     bound: int = 0
-    """The most items that run or are ready, even if this is less than `concurrency`. 0: as many
-    items may be ready as may run, and at least two."""
+    """The most items that run or are ready, even if less than `concurrency`. 0: as many items may
+    be ready as may run, and at least two."""
     in_order: bool = True
     """Whether outcomes leave in the order in which their items came."""
     name: str = "map"
@@ -139,10 +127,7 @@ class MapStep:
 
 @dataclass(frozen=True, slots=True)
 class InlineStep:
-    """A declared step without workers or buffer: a generator around the iterator of the items.
-
-    The pump or reader that takes its items advances it.
-    """
+    """A declared step without workers or buffer: a generator around the iterator of the items."""
 
     wrap: Callable[[Iterator[Any]], Iterator[Any]]
     blocks: bool = True
@@ -169,10 +154,10 @@ def until_stopped(items: Iterator[Any], stop: StopFlag) -> Iterator[Any]:
 
 
 def stepped(steps: "Steps[Any]", name: str, position: int | None = None) -> Iterator[Any]:
-    """The items of an iterable; if the iterable fails, a `Failure` is the last of them.
+    """The items of an iterable; if the iterable fails, the last one is a `Failure`.
 
-    `position` is that of the item from which the iterable was made. None: the iterable is the
-    stream's source, and its failure is fatal.
+    `position`: of the item from which the iterable was made. None: the iterable is the stream's
+    source, and the failure is fatal.
     """
     taken = 0
     while True:
@@ -219,7 +204,7 @@ def flattened(items: Iterator[Any], caller: CallerState, name: str, first: int) 
         elif type(item) in CONTAINERS:
             yield from item
         else:
-            # It may be a generator, which keeps its own torch state between steps.
+            # The item may be a generator, which keeps its own torch state between steps.
             steps = Steps(partial(_same, item), caller)
             try:
                 yield from stepped(steps, name, first)
