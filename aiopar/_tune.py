@@ -328,7 +328,7 @@ def _load_batcher(reference: tuple[str, str]) -> Batcher[Any, Any]:
         name = ":".join(reference)
         raise SystemExit(f"{name} must be a Batcher or make one, not {type(batcher).__name__}")
     if batcher._kind.streams:
-        raise SystemExit(f"{batcher.name!r} is {batcher._kind.words}: tune measures no streams")
+        raise SystemExit(f"{batcher.name!r} is a generator function: tune measures no streams")
     return batcher
 
 

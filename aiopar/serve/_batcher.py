@@ -224,7 +224,7 @@ class Batcher(Generic[In_contra, Out_co]):
     ) -> None:
         self._fn = fn_or_pool
         pool = self.pool = fn_or_pool if isinstance(fn_or_pool, ReplicaPool) else None
-        self._kind = FunctionKind.FUNCTION if pool is not None else kind_of(fn_or_pool)
+        self._kind = FunctionKind() if pool is not None else kind_of(fn_or_pool)
         self.name = pool.name if pool is not None and name is None else name_for(fn_or_pool, name)
         self._settings = BatcherSettings(
             max_batch_size=max_batch_size,
@@ -283,7 +283,8 @@ class Batcher(Generic[In_contra, Out_co]):
         """
         if self._kind.streams:
             raise TypeError(
-                f"{self.name!r} is {self._kind.words}: use `async for part in batcher.stream(item)`"
+                f"{self.name!r} is a generator function: use "
+                "`async for part in batcher.stream(item)`"
             )
         check_no_transform()
         # Captured now, because a task may begin the coroutine later.

@@ -1,37 +1,27 @@
 """The checked options of a batcher; names and conditions of batchers and pools."""
 
-import inspect
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._base.arguments import (
     check_callable,
     check_instance,
     check_int,
     check_number,
-    function_of,
+    generator_kind,
     gives_async,
-    is_async,
     name_of,
 )
 
 
-class FunctionKind(Enum):
+class FunctionKind(NamedTuple):
     """How a function is called, and what it returns."""
 
-    FUNCTION = "a function", False, False
-    GENERATOR = "a generator function", True, False
-    COROUTINE = "a coroutine function", False, True
-    ASYNC_GENERATOR = "an async generator function", True, True
-
-    def __init__(self, words: str, streams: bool, on_loop: bool) -> None:
-        self.words = words
-        self.streams = streams
-        """Whether it yields outputs part by part."""
-        self.on_loop = on_loop
-        """Whether it runs on an event loop, not on a worker."""
+    streams: bool = False
+    """Whether it yields outputs part by part: a generator function."""
+    on_loop: bool = False
+    """Whether it runs on an event loop, not on a worker: an async function."""
 
 
 def kind_of(fn: Any) -> FunctionKind:
@@ -40,15 +30,10 @@ def kind_of(fn: Any) -> FunctionKind:
     Raises:
         TypeError: `fn` is not callable.
     """
-    if is_async(fn):
-        return FunctionKind.COROUTINE
-    function = function_of(fn)
-    if inspect.isasyncgenfunction(function):
-        return FunctionKind.ASYNC_GENERATOR
-    if inspect.isgeneratorfunction(function):
-        return FunctionKind.GENERATOR
-    check_callable(fn)
-    return FunctionKind.FUNCTION
+    kind = FunctionKind(streams=generator_kind(fn) is not None, on_loop=gives_async(fn))
+    if not any(kind):
+        check_callable(fn)
+    return kind
 
 
 _COUNTS = ("max_batch_size", "max_pending", "concurrency")

@@ -15,18 +15,13 @@ class Splitting:
 
     Every item is tried: only the function can say which items are bad. Halving a batch of n bad
     items would take 2n - 1 calls. So after `_MANY_BAD` bad items a failed part is no longer halved:
-    its items run alone, which takes about n calls.
-
-    Args:
-        count: How many items the batch has.
+    its items run alone, which takes about n calls. The batch has `count` items.
     """
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._waiting: list[list[Request]] = []
-        """Parts to run."""
         self._failed_alone = 0
-        """How many items have failed alone."""
         self._fitting = count
         """The most items that may fit into memory at once."""
         self._out_of_memory: list[list[Request]] = []
@@ -49,7 +44,7 @@ class Splitting:
         return [request for part in self._waiting for request in part]
 
     def failed(self, part: list[Request], error: BaseException) -> PartOutcome | None:
-        """Split a part that has failed; its outcome, if it is not split."""
+        """Split a part that has failed, or return its outcome."""
         out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if out_of_memory:
             self._out_of_memory.append(part)
@@ -61,7 +56,7 @@ class Splitting:
             return PartOutcome(part, error=error)
         if len(part) > 1:
             if out_of_memory:
-                drop_frames(error)  # before the next try; a cycle of the function may keep them
+                drop_frames(error)  # before the next try; a reference cycle may keep them
             self._split(part, 1 if self._failed_alone >= _MANY_BAD else (len(part) + 1) // 2)
             return None
         self._failed_alone += 1
@@ -71,7 +66,7 @@ class Splitting:
         return PartOutcome(part, error=error)
 
     def failed_midway(self, part: list[Request], error: BaseException) -> PartOutcome:
-        """The outcome of a part that has failed after its callers had outputs: it is not split."""
+        """The outcome of a part that has failed after its callers had outputs."""
         if isinstance(error, torch.OutOfMemoryError):
             self._out_of_memory.append(part)
             without_frames(error)  # other batches need the memory before the callers drop the error

@@ -126,15 +126,14 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         except GeneratorExit:
             self._forget()
             raise
-        except StopAsyncIteration as error:
-            self._leave(error)
-            # StopAsyncIteration would end the reader's `async for`, as if nothing had failed.
-            raise RuntimeError("the function raised StopAsyncIteration") from error
         except BaseException as error:
-            # The next read must not look as if the stream had come to its end.
             if not isinstance(error, Exception):
+                # The next read must not look as if the stream had come to its end.
                 self._broken = "a read of this stream was cancelled, which ended the stream"
             self._leave(error)
+            if isinstance(error, StopAsyncIteration):
+                # The same error would end the reader's `async for`, as if nothing had failed.
+                raise RuntimeError("the function raised StopAsyncIteration") from error
             raise
         finally:
             self._reading = False

@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 class OpenTelemetryTracing:
     """OpenTelemetry spans for the items and batches of batchers.
 
-    - `queue` spans an item's wait: from its call until it is in a batch, or is refused, expired or
-      cancelled. Its parent is the caller's current span. It is linked to the batch.
+    - `queue` spans an item's wait: from the call until the item is in a batch, or is refused,
+      expired or cancelled. Its parent is the caller's current span. It is linked to the batch.
     - `batch` spans a batch: from the queue until the outcome of its items is known. It is a root,
       because a batch belongs to many requests. It is linked to the callers' spans, or to the
       `queue` span of a caller without a span.
     - `compute` spans one run of the function; there are several runs only after an error. Its
-      parent is the batch, and it is the current span while the function runs. For a generator
-      function it is the current span in each step, and ends with the first step: attributes that
-      later steps set on it are lost, but spans of later steps become its children.
+      parent is `batch`, and it is the current span while the function runs. For a generator
+      function it ends with the first step, but stays the current span in later steps: their spans
+      become its children, and attributes that they set on it are lost.
 
     The name of each span ends with the name of the batcher: `queue tiny`.
 
@@ -135,8 +135,8 @@ class _Spans(BatchObserver):
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
         span = self._batches.pop(batch)
-        counts = {"aiopar.batch.outputs": batch.outputs, "aiopar.batch.errors": batch.errors}
-        span.set_attributes(counts)
+        span.set_attribute("aiopar.batch.outputs", batch.outputs)
+        span.set_attribute("aiopar.batch.errors", batch.errors)
         self._end(span, error)
 
     def _end(self, span: "Span", error: BaseException | None) -> None:
