@@ -162,28 +162,6 @@ async def test_a_batch_is_collated_after_the_kernels_of_its_callers() -> None:
 # `aclose`: which batches it awaits, and which it cancels.
 
 
-@pytest.mark.parametrize("drain", [True, False])
-async def test_aclose_waits_for_running_batches_and_drains_the_queue(drain: bool) -> None:
-    held = Held()
-    async with anyio.create_task_group() as tasks:
-        batcher = Batcher(held, collate_fn=list)
-        callers = Callers(batcher, tasks)
-        callers.call(1)
-        await until(lambda: len(held.runs) == 1)
-        await callers.queue(2)
-        tasks.start_soon(functools.partial(batcher.aclose, drain=drain))
-        await until(lambda: not batcher.ready)
-        with pytest.raises(aiopar.ServiceClosed):
-            await batcher(3)
-        held.let_on()
-        await until(lambda: 1 in callers.outcomes)
-        await until(lambda: 2 in callers.outcomes or len(held.runs) == 2)
-        held.let_on()
-    assert held.runs == ([[1], [2]] if drain else [[1]])
-    assert callers.outcomes[1] == "1"
-    assert type(callers.outcomes[2]) is (str if drain else aiopar.ServiceClosed)
-
-
 async def test_aclose_cancels_after_its_timeout_and_waits() -> None:
     held = Held()
     async with anyio.create_task_group() as tasks:
@@ -247,16 +225,6 @@ def test_aclose_does_not_wait_for_another_loop() -> None:
         may_go_on.set()
         other.result(30)
     assert runs == [["here", "there"]]
-
-
-async def test_the_executor_is_shut_down_under_it() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = await Batcher(double, max_batch_size=4, max_queue_delay=LONG).__aenter__()
-    outcomes = await called(batcher, *torch.ones(4, 1).unbind())
-    assert {type(error) for error in outcomes.values()} == {aiopar.ExecutorShutdown}
-    assert not any(hasattr(error, "__notes__") for error in outcomes.values())
-    await batcher.aclose()
 
 
 # Functions that fail or are cancelled, and functions that only look like one.

@@ -153,41 +153,8 @@ def test_items_of_other_loops_in_a_batch_whose_loop_was_closed_run_again(
     )
 
 
-@pytest.mark.parametrize("other", RUNNERS)
-def test_a_request_that_leaves_the_queue_ends_a_batch_whose_loop_was_closed(other: str) -> None:
-    fn = Lasting()
-    batcher = Batcher(fn, collate_fn=list)
-    waits, closed = threading.Event(), threading.Event()
-
-    async def main() -> None:
-        leaving = anyio.CancelScope()
-
-        async def leave() -> None:
-            with leaving:
-                await batcher("leaves")
-
-        with anyio.fail_after(30):
-            async with anyio.create_task_group() as group:
-                group.start_soon(batcher, "stays")
-                await until(lambda: fn.runs[1:] == [["lost", "stays"]])
-                group.start_soon(leave)
-                await until(lambda: batcher.stats().queued == 1)
-                waits.set()
-                await until(closed.is_set)
-                leaving.cancel()
-
-    with ThreadPoolExecutor(1) as threads:
-        with closed_under_tasks() as loop:
-            lost = lost_behind_others(loop, fn, batcher)
-            staying = threads.submit(RUNNERS[other], main)
-            loop.run_until_complete(until(waits.is_set))
-        closed.set()
-        staying.result(30)
-    assert not lost.done()
-    assert fn.runs[2:] == [["stays"]]
-
-
-def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_collected() -> None:
+@pytest.mark.parametrize("in_the_next_batch", [True, False])
+def test_tasks_of_a_closed_loop_may_be_collected_on_another_loop(in_the_next_batch: bool) -> None:
     fn = Lasting()
     batcher = Batcher(fn, collate_fn=list)
     with closed_under_tasks() as loop:
@@ -196,16 +163,21 @@ def test_tasks_of_a_closed_loop_do_not_disturb_the_next_batch_when_they_are_coll
 
     looks = itertools.count()
 
-    def may_end() -> bool:  # not at once, so that a cancellation finds it
+    def collect() -> bool:
         left.clear()
         gc.collect()
-        return next(looks) == 3
+        return next(looks) == 3  # the batch does not end at once: a cancellation would find it
 
     async def main() -> None:
         assert await batcher("next", timeout=30) == "next"
+        asyncio.get_running_loop().call_soon(collect)  # where no task runs
+        await until(lambda: not left)
 
-    fn.may_end = may_end
-    asyncio.run(main())
+    if in_the_next_batch:
+        fn.may_end = collect
+    with mock.patch.object(sys, "unraisablehook") as ignored:
+        asyncio.run(main())
+    assert ignored.mock_calls == []
     assert fn.runs == [["lost"], ["next"]]
 
 
@@ -231,27 +203,6 @@ def test_a_batch_that_had_not_begun_on_a_closed_loop_fails_no_request_of_another
     assert sorted(outcomes) == ["next", "stays"]
     del left, loop
     gc.collect()  # here the warning is ignored
-
-
-def test_tasks_of_a_closed_loop_may_be_collected_in_a_callback_of_another_loop() -> None:
-    fn = Lasting()
-    batcher = Batcher(fn, collate_fn=list)
-    with closed_under_tasks() as loop:
-        left = [loop.create_task(batcher("lost"))]
-        loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
-
-    def collect() -> None:  # no task runs here
-        left.clear()
-        gc.collect()
-
-    async def main() -> None:
-        assert await batcher("next", timeout=30) == "next"
-        asyncio.get_running_loop().call_soon(collect)
-        await until(lambda: not left)
-
-    with mock.patch.object(sys, "unraisablehook") as ignored:
-        asyncio.run(main())
-    assert ignored.mock_calls == []
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -185,36 +185,22 @@ def test_a_forked_process_writes_its_own_counts_without_those_of_its_parent(
     assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 3 + requests
 
 
-def test_close_writes_the_last_values(tmp_path: Path) -> None:
-    code, out, err = run(
-        f"""
-        os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
-        with aiopar.DeviceExecutor(["cpu"]) as executor:
-            metrics = aiopar.serve.PrometheusMetrics(executor, namespace="mine")
-            executor.submit(time.sleep, 0.01).result()
-            metrics.close()
-            os._exit(0)
-        """
-    )
-    assert (code, err) == (0, ""), out
-    registry = _registry(tmp_path)
-    labels = {"executor": "aiopar", "worker": "0", "device": "cpu"}
-    busy = registry.get_sample_value("mine_worker_busy_seconds_total", labels)
-    assert busy is not None
-    assert busy >= 0.01
-
-
-def test_gauges_of_a_removed_resource_are_0(tmp_path: Path) -> None:
+def test_close_writes_the_last_values_and_gauges_of_a_removed_resource_are_0(
+    tmp_path: Path,
+) -> None:
     code, out, err = run(
         f"""
         os.environ["PROMETHEUS_MULTIPROC_DIR"] = {str(tmp_path)!r}
         pool = aiopar.ReplicaPool(torch.nn.Linear(1, 1), ["cpu"], name="old")
         async def main():
             async with pool:
-                metrics = aiopar.serve.PrometheusMetrics(pool)
+                executor = aiopar.DeviceExecutor(["cpu"], thread_name_prefix="mine")
+                metrics = aiopar.serve.PrometheusMetrics(pool, executor)
                 await pool(torch.ones(1))
+                await executor.submit(time.sleep, 0.01)
                 metrics.remove(pool)
                 metrics.close()
+                os._exit(0)
         asyncio.run(main())
         """
     )
@@ -224,6 +210,10 @@ def test_gauges_of_a_removed_resource_are_0(tmp_path: Path) -> None:
     for name, value in (("state", 0.0), ("calls_total", 1.0)):
         more = {"state": "ready"} if name == "state" else {"outcome": "completed"}
         assert registry.get_sample_value(f"aiopar_replica_{name}", labels | more) == value
+    labels = {"executor": "mine", "worker": "0", "device": "cpu"}
+    busy = registry.get_sample_value("aiopar_worker_busy_seconds_total", labels)
+    assert busy is not None
+    assert busy >= 0.01
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,16 +141,19 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(
         size=st.integers(1, 5),
         most=st.integers(3, 12),
+        limits=st.dictionaries(st.integers(0, 2), st.integers(1, 6)),
         by=st.sampled_from(("arrival", "cost", "padded cost")),
     )
-    def make(self, size: int, most: int, by: str) -> None:
+    def make(self, size: int, most: int, limits: dict[int, int], by: str) -> None:
         by_cost, padded = by != "arrival", by == "padded cost"
         self.queue = Queue(max_batch_size=size, max_batch_cost=most, by_cost=by_cost, padded=padded)
         self.model = Model(size, most, by_cost=by_cost, padded=padded)
         self.popped: list[list[Item]] = []  # and not given back
+        for key, limit in limits.items():
+            self.set_limit(key, limit)
 
     @rule(key=st.integers(0, 2), limit=st.integers(1, 6))
-    def limit(self, key: int, limit: int) -> None:
+    def set_limit(self, key: int, limit: int) -> None:
         self.model.limits[key] = limit
         self.queue.group_of(key).limit = min(limit, self.model.size)
 
@@ -160,18 +163,22 @@ class QueueMachine(RuleBasedStateMachine):
             self.queue.push(item)
             self.model.push(item)
 
-    @rule(full=st.booleans())
-    def pop(self, full: bool) -> None:
+    @rule()
+    def pop(self, full: bool = False) -> None:
         expected = self.model.pop_batch(full=full)
         assert self.queue.pop_batch(full=full) == expected
         if expected:
             self.popped.append(expected)
 
+    @rule()
+    def pop_full(self) -> None:
+        self.pop(full=True)
+
     @rule(item=ITEMS, batches=st.integers(20, 40))
     def stream(self, item: Item, batches: int) -> None:
         for _ in range(batches):
             self.push([replace(item)])
-            self.pop(full=False)
+            self.pop()
 
     @precondition(lambda self: self.popped)
     @rule(data=st.data())
@@ -191,8 +198,8 @@ class QueueMachine(RuleBasedStateMachine):
     @rule()
     def pop_all(self) -> None:
         while self.model.waiting:
-            self.pop(full=False)
-        self.pop(full=False)
+            self.pop()
+        self.pop()
 
     @rule()
     def clear(self) -> None:
@@ -252,6 +259,32 @@ def test_batches_before_by_cost(priority: int, before: int) -> None:
     waiting.append(Item(cost=8, priority=2))
     queue = filled(waiting, size=9, max_batch_cost=8, by_cost=True)
     assert queue.batches_before(Item(cost=1, priority=priority)) == before
+
+
+def pass_over(queue: Queue, batches: int) -> None:
+    """Pop batches of requests that came later and are more urgent."""
+    for _ in range(batches):
+        urgent = Item(key="urgent", priority=-1)
+        queue.push(urgent)
+        assert queue.pop_batch() == [urgent]
+
+
+def test_who_is_given_back_has_waited_as_long_as_the_oldest() -> None:
+    items = [Item(priority=9), Item(priority=9)]
+    queue = filled(items, size=1)
+    given_back = queue.pop_batch()
+    pass_over(queue, 31)
+    queue.push(Item(key="other"))
+    queue.push_front(given_back)
+    assert queue.pop_batch() == given_back == items[:1]
+
+
+def test_a_full_batch_of_who_is_overdue_goes_before_a_more_urgent_one() -> None:
+    overdue = Item(priority=9)
+    queue = filled([overdue], size=1)
+    pass_over(queue, 32)
+    queue.push(Item(key="other"))
+    assert queue.pop_batch(full=True) == [overdue]
 
 
 def test_of_costs_equally_near_the_first_to_come_goes_first() -> None:

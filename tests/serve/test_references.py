@@ -189,10 +189,10 @@ async def test_an_error_that_is_kept_keeps_no_other_item(on_loop: bool) -> None:
     assert len(kept) == 1
 
 
-async def test_a_cancelled_or_expired_item_is_released_in_the_queue() -> None:
+async def test_a_cancelled_expired_or_refused_item_is_released() -> None:
     watched: Watched = []
 
-    async with busy() as callers:
+    async with busy(max_pending=1) as callers:
 
         async def call(**options: Any) -> None:
             item = Thing()
@@ -207,70 +207,37 @@ async def test_a_cancelled_or_expired_item_is_released_in_the_queue() -> None:
         del tasks, scope
         with pytest.raises(aiopar.DeadlineExceeded):
             await call(timeout=0.01)
+        await callers.queue(1)
+        try:
+            await call()
+        except aiopar.Overloaded as error:
+            watch(watched, error)
         gc.collect()  # the backend's own cycles
         assert await survivors(watched) == []
         assert callers.gate.held == 1
 
 
-async def test_a_refused_item_is_let_go_of() -> None:
-    watched: Watched = []
-
-    async with busy(max_pending=1) as callers:
-        await callers.queue(1)
-
-        async def call() -> None:
-            item = Thing()
-            watch(watched, item)
-            try:
-                await callers.batcher(item)
-            except aiopar.Overloaded as error:
-                watch(watched, error)
-
-        await call()
-        assert len(watched) == 2
-        assert await survivors(watched) == []
-
-
-async def test_a_deadline_that_was_not_needed_keeps_nothing() -> None:
+async def test_a_batcher_keeps_nothing_of_the_task_that_opened_it_nor_do_its_timers() -> None:
     """asyncio keeps a cancelled timer until all earlier timers have fired."""
+    batcher = Batcher(Outputs(), collate_fn=list, max_queue_delay=0.001)
     variable: ContextVar[Thing] = ContextVar("variable")
     watched: Watched = []
 
-    async def call() -> None:
+    async def call(seconds: float | None) -> None:
         thing, item = Thing(), Thing()
         variable.set(thing)
         watch(watched, thing, item)
-        await batcher(item, timeout=3600)
+        await batcher(item, timeout=seconds)
 
-    async with (
-        Batcher(Outputs(), collate_fn=list) as batcher,
-        anyio.create_task_group() as others,
-    ):
+    async with anyio.create_task_group() as others:
         others.start_soon(anyio.sleep, 1000)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(call)
-        del tasks
+        for seconds in (None, 3600):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(call, seconds)
+            del tasks
         gc.collect()  # the backend's own cycles
         assert await survivors(watched) == []
         others.cancel_scope.cancel()
-
-
-async def test_an_idle_batcher_keeps_nothing_of_the_task_that_opened_it() -> None:
-    variable: ContextVar[Thing] = ContextVar("variable")
-    batcher = Batcher(Outputs(), collate_fn=list, max_queue_delay=0.001)
-    watched: Watched = []
-
-    async def call() -> None:
-        thing = Thing()
-        variable.set(thing)
-        watch(watched, thing)
-        await batcher(Thing())
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(call)
-    del tasks
-    gc.collect()  # the backend's own cycles
-    assert await survivors(watched) == []
     await batcher.aclose()
 
 

@@ -178,18 +178,6 @@ async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None
     assert len(counting.closed) == 1
 
 
-async def test_the_executor_is_shut_down_under_it() -> None:
-    counting = Counting(ENDLESS)
-    async with one_worker():
-        batcher = await Batcher(counting.generate, **full(2)).__aenter__()
-    async with batcher.stream("a") as a, batcher.stream("b") as b:
-        for stream in (a, b):
-            with pytest.raises(aiopar.ExecutorShutdown):
-                await anext(stream)
-    assert counting.batches == []
-    await batcher.aclose()
-
-
 @pytest.mark.parametrize("read", [True, False])
 async def test_the_executor_is_shut_down_between_two_steps(read: bool) -> None:
     counting = Counting(ENDLESS)

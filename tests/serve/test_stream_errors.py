@@ -26,7 +26,6 @@ from .streams import (
     idle,
     of_kind,
     read_all,
-    reading,
 )
 
 pytestmark = pytest.mark.anyio
@@ -62,25 +61,6 @@ async def test_before_the_first_part_only_the_bad_item_fails(kind: str) -> None:
                 readers.cancel(n)
         await idle(batcher)
     assert len(counting.batches) == len(counting.closed) == 7
-
-
-async def test_parts_of_a_batch_end_each_at_its_time(kind: str) -> None:
-    def on_step(batch: list[Any], number: int) -> None:
-        if len(batch) > 1:
-            raise Bad
-        if number == 3 and batch == ["fails"]:
-            raise KeyError
-
-    counting = Counting(ENDLESS, on_step)
-    async with reading(Batcher(counting.of(kind), **full(2))) as readers:
-        readers.read("fails", "goes on")
-        await until(lambda: bool(readers.ended))
-        assert readers.parts["fails"] == counted("fails", 3)
-        assert type(readers.ended["fails"]) is KeyError
-        assert readers.batcher.stats().in_flight == 2
-        readers.cancel("goes on")
-        await idle(readers.batcher)
-        assert readers.batcher.stats().completed == 2
 
 
 async def test_a_device_error_is_that_of_parts_that_have_begun_too(kind: str) -> None:

@@ -360,15 +360,6 @@ def test_the_latest_events_are_kept(path: Path, caplog: pytest.LogCaptureFixture
     assert "only the latest 3 events" in record.getMessage()
 
 
-@on_asyncio
-async def test_an_item_whose_batch_was_dropped_has_no_arrow_to_it(path: Path) -> None:
-    async with Batcher(torch.neg, name="fn") as batcher, aiopar.trace(path, max_events=1):
-        await batcher(torch.ones(1))
-    timeline = await read(path)
-    assert timeline.rows in ([LOOP], [])  # empty if a stall was the last event
-    assert all(len(way) == 2 for way in timeline.items)
-
-
 def test_the_file_is_opened_before_the_block_runs(path: Path) -> None:
     with pytest.raises(FileNotFoundError), aiopar.trace(path / "missing"):
         pytest.fail("the block runs")
