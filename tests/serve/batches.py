@@ -89,6 +89,14 @@ class Busy(Callers):
 
 
 @asynccontextmanager
+async def current_executor(devices: Sequence[Any], **options: Any) -> AsyncIterator[DeviceExecutor]:
+    """An open executor, which is the current one."""
+    async with DeviceExecutor(devices, **options) as executor:
+        with use_executor(executor):
+            yield executor
+
+
+@asynccontextmanager
 async def open_batcher(
     workers: DeviceExecutor | None, fn: Callable[[Any], Any], **options: Any
 ) -> AsyncIterator[Batcher[Any, Any]]:

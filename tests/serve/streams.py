@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import AsyncIterator, Callable, Generator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import anyio.lowlevel
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import LONG, until
+from .batches import LONG, current_executor, until
 
 ENDLESS = 10**9
 
@@ -145,12 +145,9 @@ async def idle(batcher: Batcher[Any, Any]) -> None:
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 
 
-@asynccontextmanager
-async def one_worker() -> AsyncIterator[aiopar.DeviceExecutor]:
+def one_worker() -> AbstractAsyncContextManager[aiopar.DeviceExecutor]:
     """The current executor, with one worker."""
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            yield executor
+    return current_executor(["cpu"])
 
 
 async def settled(executor: aiopar.DeviceExecutor) -> None:

@@ -18,7 +18,7 @@ import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
 
-from .batches import LONG, Callers, on_asyncio, outcomes_of, until
+from .batches import LONG, Callers, current_executor, on_asyncio, outcomes_of, until
 from .coroutines import Held, called, double
 from .streams import full
 
@@ -150,13 +150,11 @@ async def test_a_batch_is_collated_after_the_kernels_of_its_callers() -> None:
     async def fn(batch: Tensor) -> Tensor:
         return batch
 
-    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(fn) as batcher:
-                with torch.Stream(device="sim:0"):
-                    item = torch.zeros(2, device="sim:0") + 1
-                    call = batcher(item)  # its task may begin later, under another stream
-                assert (await call).tolist() == [1, 1]
+    async with current_executor(["sim:0"]), Batcher(fn) as batcher:
+        with torch.Stream(device="sim:0"):
+            item = torch.zeros(2, device="sim:0") + 1
+            call = batcher(item)  # its task may begin later, under another stream
+        assert (await call).tolist() == [1, 1]
 
 
 # `aclose`: which batches it awaits, and which it cancels.

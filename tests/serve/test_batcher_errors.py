@@ -16,7 +16,7 @@ from tests import simdevice
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Bad, busy, open_batcher, together
+from .batches import LONG, Bad, busy, current_executor, open_batcher, together
 from .streams import full
 
 pytestmark = pytest.mark.anyio
@@ -334,15 +334,14 @@ async def test_a_kernel_that_fails_late_fails_its_batch() -> None:
             simdevice.fail_next_sync("broken kernel")
         return result
 
-    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
-        with aiopar.use_executor(executor):
-            items = [torch.tensor([0.0], device="sim:0")] * 3
-            outcomes = await together(fn, items)
-            for outcome in outcomes:
-                with pytest.raises(RuntimeError, match="broken kernel"):
-                    raise outcome
-            outcomes = await together(fn, [item + 1 for item in items])
-            assert [outcome.item() for outcome in outcomes] == [2, 2, 2]
+    async with current_executor(["sim:0"]):
+        items = [torch.tensor([0.0], device="sim:0")] * 3
+        outcomes = await together(fn, items)
+        for outcome in outcomes:
+            with pytest.raises(RuntimeError, match="broken kernel"):
+                raise outcome
+        outcomes = await together(fn, [item + 1 for item in items])
+        assert [outcome.item() for outcome in outcomes] == [2, 2, 2]
 
 
 def fail_in_a_circle(_: list[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from tests.caller_states import PLAIN, snapshot
 from tests.home import AtHome, elsewhere
 from tests.workers import MakeWorkers, Workers
 
-from .batches import outcomes_of, together
+from .batches import current_executor, outcomes_of, together
 
 pytestmark = pytest.mark.anyio
 
@@ -41,11 +41,9 @@ async def test_tensors_are_stacked_and_outputs_unbound_by_default(
         output = await batcher(items[index])
         outputs[index] = output.tolist()  # complete: it blocks nobody
 
-    async with aiopar.DeviceExecutor(devices) as executor:
-        with aiopar.use_executor(executor):
-            async with batcher, anyio.create_task_group() as tasks:
-                for index in range(len(items)):
-                    tasks.start_soon(call, index)
+    async with current_executor(devices), batcher, anyio.create_task_group() as tasks:
+        for index in range(len(items)):
+            tasks.start_soon(call, index)
     for output, wanted in zip(outputs, expected, strict=True):
         assert output == pytest.approx(wanted, abs=1e-5)
 

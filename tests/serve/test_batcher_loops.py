@@ -15,12 +15,12 @@ import torch
 import trio
 
 import aiopar
-from aiopar import DeadlineExceeded, DeviceExecutor, use_executor
+from aiopar import DeadlineExceeded
 from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 
 from ..freeing import without_gc
-from .batches import Recorder
+from .batches import Recorder, current_executor
 from .coroutines import coroutine
 from .replicas import CPUS, Scale, X
 
@@ -205,33 +205,31 @@ ASKED: dict[str, tuple[Callable[[], Any], Callable[[Batcher[Any, Any], Any], Any
 @pytest.mark.anyio
 async def test_from_the_loop_of_a_call_on_the_only_worker(runner: str, asked: str) -> None:
     make, ask = ASKED[asked]
-    async with DeviceExecutor(["cpu"]) as executor:
-        with use_executor(executor):
-            batcher = Batcher(make())
+    async with current_executor(["cpu"]) as executor:
+        batcher = Batcher(make())
 
-            async def main() -> Any:
-                return await ask(batcher, X)
+        async def main() -> Any:
+            return await ask(batcher, X)
 
-            for _ in range(2):  # the first opens it
-                output = await executor.submit(RUNNERS[runner], main)
-                assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
+        for _ in range(2):  # the first opens it
+            output = await executor.submit(RUNNERS[runner], main)
+            assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
 
 
 @pytest.mark.parametrize("asked", ["function", "pool"])
 @pytest.mark.anyio
 async def test_driven_by_wait_in_a_worker(asked: str) -> None:
     make, ask = ASKED[asked]
-    async with DeviceExecutor(["cpu"]) as executor:
-        with use_executor(executor):
-            batcher = Batcher(made := make(), timeout=30)
-            if isinstance(made, ReplicaPool):
-                # Where it is opened, replicas that fail are rebuilt: not in a loop that goes.
-                with pytest.raises(RuntimeError, match="open the pool in an event loop first"):
-                    await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
-                await batcher(X)
-            for _ in range(2):
-                output = await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
-                assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
+    async with current_executor(["cpu"]) as executor:
+        batcher = Batcher(made := make(), timeout=30)
+        if isinstance(made, ReplicaPool):
+            # Where it is opened, replicas that fail are rebuilt: not in a loop that goes.
+            with pytest.raises(RuntimeError, match="open the pool in an event loop first"):
+                await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
+            await batcher(X)
+        for _ in range(2):
+            output = await executor.run_sync(lambda: aiopar.wait(ask(batcher, X)))
+            assert torch.equal(output[0] if asked == "pool" else output, 2 * X)
 
 
 def test_driven_by_wait_without_a_loop() -> None:

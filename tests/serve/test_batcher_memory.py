@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import aiopar
 from aiopar import DeviceExecutor
 from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests import simdevice
 
-from .batches import on_asyncio, open_batcher, outcomes_of, together, until
+from .batches import current_executor, on_asyncio, open_batcher, outcomes_of, together, until
 from .streams import full
 
 pytestmark = pytest.mark.anyio
@@ -153,12 +152,11 @@ async def test_real_out_of_memory() -> None:
         work = batch[:, None].expand(-1, kib).contiguous()
         return work.sum(1) / kib
 
-    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
-        with aiopar.use_executor(executor):
-            items = list(torch.arange(16.0, device="sim:0").unbind())
-            simdevice.set_memory_limit("sim:0", used + 32 * kib)
-            outcomes = await together(fn, items)
-            assert [outcome.item() for outcome in outcomes] == [*range(16)]
+    async with current_executor(["sim:0"]):
+        items = list(torch.arange(16.0, device="sim:0").unbind())
+        simdevice.set_memory_limit("sim:0", used + 32 * kib)
+        outcomes = await together(fn, items)
+        assert [outcome.item() for outcome in outcomes] == [*range(16)]
     assert sizes[0] == 16
     assert max(sizes[-2:]) < 8
     del items, outcomes

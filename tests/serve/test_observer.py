@@ -17,7 +17,7 @@ import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
-from .batches import Busy, Recorder, busy, until
+from .batches import Busy, Recorder, busy, current_executor, until
 from .replicas import Scale, X
 from .streams import Counting, idle
 
@@ -83,14 +83,10 @@ async def test_events_of_an_item_and_its_batch(
 ) -> None:
     watcher = Watcher()
     x = torch.ones(3, device=devices[0])
-    async with aiopar.DeviceExecutor(devices[:1]) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(torch.square) as batcher:
-                batcher.add_observer(watcher)
-                assert (await batcher(x, priority=4)).tolist() == [1.0, 1.0, 1.0]
-                assert watcher.names == A_BATCH, (
-                    "all events have come when the caller gets its output"
-                )
+    async with current_executor(devices[:1]), Batcher(torch.square) as batcher:
+        batcher.add_observer(watcher)
+        assert (await batcher(x, priority=4)).tolist() == [1.0, 1.0, 1.0]
+        assert watcher.names == A_BATCH, "all events have come when the caller gets its output"
     (item, _), (batch, _) = watcher.of("enqueue")[0], watcher.of("start")[0]
     subjects = [subject for _, subject, _, _ in watcher.events]
     assert subjects == [item, batch, batch, batch, batch, item]

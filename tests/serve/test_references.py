@@ -20,7 +20,7 @@ from aiopar.testing import Gate
 from tests import simdevice
 from tests.freeing import survivors, without_gc
 
-from .batches import LONG, Bad, Recorder, busy, on_asyncio, until
+from .batches import LONG, Bad, Recorder, busy, current_executor, on_asyncio, until
 from .coroutines import coroutine
 from .replicas import CPUS, Fragile, Scale, X, break_copy, open_pool
 from .streams import Counting, full, idle, of_kind, read_all
@@ -540,16 +540,14 @@ async def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
         raise RuntimeError("can't start new thread")
 
     recorder = Recorder()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(recorder, collate_fn=list) as batcher:
-                with monkeypatch.context() as patched:
-                    patched.setattr("threading.Thread.start", start)
-                    for item in (1, 2):
-                        with pytest.raises(RuntimeError, match="can't start new thread"):
-                            await batcher(item)
-                assert batcher.stats().queued == 0
-                assert await batcher(3) == "3"
+    async with current_executor(["cpu"]), Batcher(recorder, collate_fn=list) as batcher:
+        with monkeypatch.context() as patched:
+            patched.setattr("threading.Thread.start", start)
+            for item in (1, 2):
+                with pytest.raises(RuntimeError, match="can't start new thread"):
+                    await batcher(item)
+        assert batcher.stats().queued == 0
+        assert await batcher(3) == "3"
     assert recorder.runs == [[3]]
 
 
@@ -562,15 +560,14 @@ def idle_worker(executor: aiopar.DeviceExecutor) -> bool:
 async def test_an_idle_batcher_is_really_idle() -> None:
     """It has no timer, no task, and no call in an executor."""
     loop = asyncio.get_running_loop()
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            before = len(asyncio.all_tasks())
-            async with Batcher(Recorder(), collate_fn=list, max_queue_delay=0.001) as batcher:
-                await batcher(1, timeout=1000)
-                with pytest.raises(aiopar.DeadlineExceeded):
-                    async with asyncio.timeout(30):
-                        await batcher(2, timeout=1e-6)
-                await until(lambda: idle_worker(executor))
-                assert len(asyncio.all_tasks()) == before
-                timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
-                assert [timer for timer in timers if not timer.cancelled()] == []
+    async with current_executor(["cpu"]) as executor:
+        before = len(asyncio.all_tasks())
+        async with Batcher(Recorder(), collate_fn=list, max_queue_delay=0.001) as batcher:
+            await batcher(1, timeout=1000)
+            with pytest.raises(aiopar.DeadlineExceeded):
+                async with asyncio.timeout(30):
+                    await batcher(2, timeout=1e-6)
+            await until(lambda: idle_worker(executor))
+            assert len(asyncio.all_tasks()) == before
+            timers: list[asyncio.TimerHandle] = loop._scheduled  # type: ignore[attr-defined]
+            assert [timer for timer in timers if not timer.cancelled()] == []

@@ -16,7 +16,7 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests import simdevice
 
-from .batches import LONG, until
+from .batches import LONG, current_executor, until
 from .streams import (
     ENDLESS,
     Counting,
@@ -59,19 +59,18 @@ async def test_items_are_collated_and_outputs_taken_apart_as_otherwise(devices: 
             x = x * 2
             yield {"y": x, "n": ["text"] * len(x)}
 
-    async with aiopar.DeviceExecutor(devices) as executor:
-        with aiopar.use_executor(executor):
-            batcher = Batcher(double, max_batch_size=2, max_queue_delay=LONG)
-            items = {n: {"x": torch.full((2,), float(n), device=devices[0])} for n in (1, 3)}
-            found: dict[int, list[Any]] = {}
+    async with current_executor(devices):
+        batcher = Batcher(double, max_batch_size=2, max_queue_delay=LONG)
+        items = {n: {"x": torch.full((2,), float(n), device=devices[0])} for n in (1, 3)}
+        found: dict[int, list[Any]] = {}
 
-            async def read(n: int) -> None:
-                parts = [part async for part in batcher.stream(items[n])]
-                found[n] = [(part["y"].tolist(), part["n"]) for part in parts]
+        async def read(n: int) -> None:
+            parts = [part async for part in batcher.stream(items[n])]
+            found[n] = [(part["y"].tolist(), part["n"]) for part in parts]
 
-            async with batcher, anyio.create_task_group() as tasks:
-                for n in items:
-                    tasks.start_soon(read, n)
+        async with batcher, anyio.create_task_group() as tasks:
+            for n in items:
+                tasks.start_soon(read, n)
     for n in items:
         assert found[n] == [([n * 2.0**k] * 2, "text") for k in range(1, 5)]
 
@@ -85,11 +84,9 @@ async def test_without_synchronization_parts_are_ordered_after() -> None:
             batch = batch + 1
             yield batch
 
-    async with aiopar.DeviceExecutor(["sim:0"], synchronize=False) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(generate) as batcher:
-                parts = batcher.stream(torch.zeros(2, device="sim:0"))
-                assert [part.tolist() async for part in parts] == [[1, 1], [2, 2], [3, 3]]
+    async with current_executor(["sim:0"], synchronize=False), Batcher(generate) as batcher:
+        parts = batcher.stream(torch.zeros(2, device="sim:0"))
+        assert [part.tolist() async for part in parts] == [[1, 1], [2, 2], [3, 3]]
 
 
 @pytest.mark.sim
@@ -102,16 +99,15 @@ async def test_a_part_is_complete_on_its_device() -> None:
             launched.append(batch)
             yield batch
 
-    async with aiopar.DeviceExecutor(["sim:0"]) as executor:
-        with aiopar.use_executor(executor):
-            async with Batcher(generate) as batcher, anyio.create_task_group() as tasks:
-                readers = Readers(batcher, tasks)
-                with simdevice.paused("sim:0"):
-                    readers.read(torch.zeros(2, device="sim:0"))
-                    await until(lambda: bool(launched))
-                    await anyio.wait_all_tasks_blocked()
-                    assert list(readers.parts.values()) == [[]]
-                    assert len(launched) == 1, "nor is the next step made"
+    async with current_executor(["sim:0"]):
+        async with Batcher(generate) as batcher, anyio.create_task_group() as tasks:
+            readers = Readers(batcher, tasks)
+            with simdevice.paused("sim:0"):
+                readers.read(torch.zeros(2, device="sim:0"))
+                await until(lambda: bool(launched))
+                await anyio.wait_all_tasks_blocked()
+                assert list(readers.parts.values()) == [[]]
+                assert len(launched) == 1, "nor is the next step made"
     [parts] = readers.parts.values()
     assert [part.tolist() for part in parts] == [[1, 1], [2, 2], [3, 3]]
 
@@ -255,27 +251,26 @@ async def occupied(worker: aiopar.DeviceExecutor) -> AsyncIterator[None]:
 
 async def test_each_step_is_a_call_of_its_own_on_one_worker() -> None:
     counting = Counting(ENDLESS)
-    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            batcher = Batcher(counting.generate, collate_fn=list)
-            async with batcher, batcher.stream("a", buffer=1) as stream:
-                await anext(stream)
-                [thread] = set(counting.steps)
-                own, other = (executor.on(worker=n ^ int(thread[-1])) for n in (0, 1))
-                async with occupied(other):
-                    for n in range(20):  # the worker is free between steps
-                        assert await executor.run_sync(str, n) == str(n)
-                        await anext(stream)
-                async with occupied(own):
-                    made = len(counting.steps)
+    async with current_executor(["cpu", "cpu"]) as executor:
+        batcher = Batcher(counting.generate, collate_fn=list)
+        async with batcher, batcher.stream("a", buffer=1) as stream:
+            await anext(stream)
+            [thread] = set(counting.steps)
+            own, other = (executor.on(worker=n ^ int(thread[-1])) for n in (0, 1))
+            async with occupied(other):
+                for n in range(20):  # the worker is free between steps
+                    assert await executor.run_sync(str, n) == str(n)
                     await anext(stream)
-                    await settled(executor)
-                    assert len(counting.steps) == made, "no other worker makes them"
-                await until(lambda: len(counting.steps) == made + 1)
-                async with occupied(own):
-                    await stream.aclose()
-                    await settled(executor)
-                    assert counting.closed == [], "nor closes the generator"
+            async with occupied(own):
+                made = len(counting.steps)
+                await anext(stream)
+                await settled(executor)
+                assert len(counting.steps) == made, "no other worker makes them"
+            await until(lambda: len(counting.steps) == made + 1)
+            async with occupied(own):
+                await stream.aclose()
+                await settled(executor)
+                assert counting.closed == [], "nor closes the generator"
     assert set(counting.steps) == set(counting.closed) == {thread}
 
 

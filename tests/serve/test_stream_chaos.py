@@ -10,6 +10,7 @@ import pytest
 import aiopar
 from aiopar.serve import Batcher
 
+from .batches import current_executor
 from .streams import Counting, counted, idle
 
 COUNT = 30
@@ -94,15 +95,14 @@ async def test_many_streams_that_end_in_every_way(kind: str) -> None:
     ways = [way for way, count in WAYS.items() for _ in range(count)]
     random.Random(5).shuffle(ways)
     counting = Counting(COUNT, on_step)
-    async with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            options: dict[str, Any] = {"max_batch_size": 8, "concurrency": 3}
-            async with Batcher(counting.of(kind), collate_fn=list, **options) as batcher:
-                readers = [Reader(batcher, (way, n)) for n, way in enumerate(ways)]
-                async with anyio.create_task_group() as tasks:
-                    for reader in readers:
-                        tasks.start_soon(reader)
-                await idle(batcher)
+    async with current_executor(["cpu", "cpu"]):
+        options: dict[str, Any] = {"max_batch_size": 8, "concurrency": 3}
+        async with Batcher(counting.of(kind), collate_fn=list, **options) as batcher:
+            readers = [Reader(batcher, (way, n)) for n, way in enumerate(ways)]
+            async with anyio.create_task_group() as tasks:
+                for reader in readers:
+                    tasks.start_soon(reader)
+            await idle(batcher)
     for reader in readers:
         reader.check()
     assert len(counting.closed) == len(counting.batches)
