@@ -99,15 +99,18 @@ async def test_a_part_is_complete_on_its_device() -> None:
             launched.append(batch)
             yield batch
 
-    async with current_executor(["sim:0"]):
-        async with Batcher(generate) as batcher, anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            with simdevice.paused("sim:0"):
-                readers.read(torch.zeros(2, device="sim:0"))
-                await until(lambda: bool(launched))
-                await anyio.wait_all_tasks_blocked()
-                assert list(readers.parts.values()) == [[]]
-                assert len(launched) == 1, "nor is the next step made"
+    async with (
+        current_executor(["sim:0"]),
+        Batcher(generate) as batcher,
+        anyio.create_task_group() as tasks,
+    ):
+        readers = Readers(batcher, tasks)
+        with simdevice.paused("sim:0"):
+            readers.read(torch.zeros(2, device="sim:0"))
+            await until(lambda: bool(launched))
+            await anyio.wait_all_tasks_blocked()
+            assert list(readers.parts.values()) == [[]]
+            assert len(launched) == 1, "nor is the next step made"
     [parts] = readers.parts.values()
     assert [part.tolist() for part in parts] == [[1, 1], [2, 2], [3, 3]]
 

@@ -223,13 +223,15 @@ async def test_a_kernel_that_fails_late_is_everybodys_error(at: int) -> None:
         finally:
             closed.append(threading.current_thread().name)
 
-    async with current_executor(["sim:0"]):
-        async with Batcher(generate, max_batch_size=2, max_queue_delay=LONG) as batcher:
-            async with anyio.create_task_group() as tasks:
-                readers = Readers(batcher, tasks)
-                readers.read(*torch.zeros(2, 3, device="sim:0").unbind())
-            for parts in readers.parts.values():
-                assert len(parts) == at
-            for error in readers.ended.values():
-                assert "the kernel failed" in str(error)
+    async with (
+        current_executor(["sim:0"]),
+        Batcher(generate, max_batch_size=2, max_queue_delay=LONG) as batcher,
+    ):
+        async with anyio.create_task_group() as tasks:
+            readers = Readers(batcher, tasks)
+            readers.read(*torch.zeros(2, 3, device="sim:0").unbind())
+        for parts in readers.parts.values():
+            assert len(parts) == at
+        for error in readers.ended.values():
+            assert "the kernel failed" in str(error)
     assert closed == ["aiopar-sim:0-0"]
