@@ -41,19 +41,12 @@ _PACKAGES = (
     *("httptools", "uvloop"),
 )
 
-
 _SHARED = "/dev/shm"  # noqa: S108  # no file is made in it
 
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """One accelerator.
-
-    Attributes:
-        device: The device, as `str(torch.device)`.
-        name: The name from the driver.
-        memory: The bytes of its memory; None: unknown.
-    """
+    """One accelerator: its device, its name from the driver, and the bytes of its memory."""
 
     device: str
     name: str | None
@@ -62,61 +55,34 @@ class Accelerator:
 
 @dataclass(frozen=True, slots=True)
 class Cores:
-    """Numbers of cores.
-
-    Attributes:
-        host: The cores of the machine.
-        affinity: The cores that the affinity of this process allows.
-        cgroup: The cores that the cgroup of this process grants; None: no limit.
-        usable: The cores within both limits, which CPU workers share.
-        load: How many threads of all programs ran or waited for a core in the last minute; None:
-            unknown.
-    """
+    """Numbers of cores: of the machine, and those that limits leave to this process."""
 
     host: int
     affinity: int
-    cgroup: float | None
-    usable: int
-    load: float | None
+    cgroup: float | None  # None: no limit
+    usable: int  # within both limits
+    load: float | None  # threads of all programs that ran or waited for a core in the last minute
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What this process found.
-
-    Attributes:
-        python: The version of Python.
-        system: The operating system.
-        gil: Whether threads of Python code run one at a time.
-        free_threaded: Whether this build of Python can do without a GIL.
-        versions: The version of each package that aiopar uses; None: not installed.
-        accelerators: All accelerators of the machine.
-        supported: The device type for which torch was built; None: CPU only.
-        unsupported: Hardware of this machine that torch cannot use, in words.
-        default_workers: The devices of the default executor's workers.
-        cores: The numbers of cores.
-        operator_threads: How many threads one operator of torch uses.
-        environment: Variables that change the speed, if they are set.
-        float32_precision: The result of `torch.get_float32_matmul_precision`.
-        shared_memory: All bytes and the free bytes of `/dev/shm`; None: there is no `/dev/shm`.
-        missing: The packages that are missing for each extra of aiopar.
-    """
+    """What this process found."""
 
     python: str
     system: str
-    gil: bool
-    free_threaded: bool
-    versions: dict[str, str | None]
+    gil: bool  # whether threads of Python code run one at a time
+    free_threaded: bool  # whether this build of Python can do without a GIL
+    versions: dict[str, str | None]  # None: not installed
     accelerators: Sequence[Accelerator]
-    supported: str | None
-    unsupported: str | None
+    supported: str | None  # the device type for which torch was built; None: CPU only
+    unsupported: str | None  # hardware of this machine that torch cannot use, in words
     default_workers: Sequence[str]
     cores: Cores
-    operator_threads: int
-    environment: dict[str, str]
+    operator_threads: int  # of one operator of torch
+    environment: dict[str, str]  # variables that change the speed
     float32_precision: str
-    shared_memory: tuple[int, int] | None
-    missing: dict[str, Sequence[str]]
+    shared_memory: tuple[int, int] | None  # all and free bytes of `/dev/shm`
+    missing: dict[str, Sequence[str]]  # packages, for each extra of aiopar
 
 
 def examine() -> Report:

@@ -103,7 +103,6 @@ class Found:
     """What a search has found."""
 
     curves: Sequence[Curve]
-    """The curves of all settings that were measured."""
     own: Curve
     """The curve of the batcher's own settings."""
     best: Curve
@@ -114,13 +113,7 @@ class Found:
 class Search:
     """A search for the settings of a batcher.
 
-    Args:
-        batcher: The batcher. Copies of it with other settings are opened, not the batcher itself.
-        items: The items that clients send, in turn.
-        goal: The 99th percentile of the latency that is allowed, in seconds.
-        seconds: Seconds of one run.
-        told: Called with each curve when it is measured.
-        advanced: Called after each point.
+    It opens copies of the batcher. `told` is called with each curve, `advanced` after each point.
     """
 
     def __init__(

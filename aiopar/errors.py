@@ -17,19 +17,13 @@ class QueueFull(asyncio.QueueFull, queue.Full):
     Both an `asyncio.QueueFull` and a `queue.Full`: code for either kind of queue catches it.
     """
 
-    __module__ = "aiopar"
-
 
 class ExecutorShutdown(RuntimeError):
     """The executor is shut down, or belongs to the parent of a forked process."""
 
-    __module__ = "aiopar"
-
 
 class BlockingWaitError(RuntimeError):
     """A blocking wait was called on an event loop's thread, where only `await` may wait."""
-
-    __module__ = "aiopar"
 
 
 class ReplicaAborted(threading.BrokenBarrierError):
@@ -38,8 +32,6 @@ class ReplicaAborted(threading.BrokenBarrierError):
     Also raised if the call was cancelled, or if a replica returned before the meeting. It never
     hides the error that caused it.
     """
-
-    __module__ = "aiopar"
 
 
 class WorkerLost(RuntimeError):
@@ -50,8 +42,6 @@ class WorkerLost(RuntimeError):
     Attributes:
         may_have_run: Whether the call may have run, in part or to its end.
     """
-
-    __module__ = "aiopar"
 
     def __init__(self, message: str, *, may_have_run: bool = True) -> None:
         super().__init__(message)
@@ -64,8 +54,6 @@ class Overloaded(QueueFull):
     Attributes:
         estimated_wait: Seconds until the queue is likely to have room.
     """
-
-    __module__ = "aiopar"
 
     def __init__(self, message: str, *, estimated_wait: float) -> None:
         super().__init__(message)
@@ -80,16 +68,12 @@ class Overloaded(QueueFull):
 class DeadlineExceeded(TimeoutError):
     """An item had no result within its caller's `timeout`."""
 
-    __module__ = "aiopar"
-
 
 class ReaderTooSlow(RuntimeError):
     """A caller has lost its stream of a `Batcher`: it read too slowly, or not at all.
 
     See `Batcher.stream`. The parts that the caller had not read are dropped.
     """
-
-    __module__ = "aiopar"
 
 
 class InvalidInput(ValueError):
@@ -99,22 +83,19 @@ class InvalidInput(ValueError):
     status 500 to any other `ValueError`, which may be a bug of the service.
     """
 
-    __module__ = "aiopar"
-
 
 class OutputMismatch(RuntimeError):
     """The result of a function for a batch does not have one output per item."""
-
-    __module__ = "aiopar"
 
 
 class ReplicaUnavailable(RuntimeError):
     """No replica of a `ReplicaPool` is in service."""
 
-    __module__ = "aiopar"
-
 
 class ServiceClosed(RuntimeError):
     """A `Batcher` or `ReplicaPool` was called while it is closed or drains."""
 
-    __module__ = "aiopar"
+
+for _kind in [*vars().values()]:
+    if isinstance(_kind, type) and _kind.__module__ == __name__:
+        _kind.__module__ = "aiopar"  # as users import it, in tracebacks

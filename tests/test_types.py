@@ -125,11 +125,6 @@ class TestBatcher:
             assert await fetching("four") == b"four"
         assert_type(Batcher(lengths, collate_fn=list), Batcher[Any, int])
 
-    async def test_of_a_function_of_collated_items(self) -> None:
-        async with Batcher(encode, collate_fn=tokenize) as batcher:
-            assert_type(batcher, Batcher[str, Tensor])
-            assert await batcher("four") == 4
-
     async def test_bodies_of_lambdas_have_no_errors(self) -> None:
         pool = ReplicaPool(Encoder(), CPUS)
         batcher = Batcher(
@@ -192,10 +187,6 @@ class TestReplicaPool:
             assert_type(pool, ReplicaPool[tuple[Tensor, Tensor]])
             left, right = await pool(torch.ones(2, 4))
             assert left.shape == right.shape == (2, 2)
-
-    async def test_of_what_has_no_types(self) -> None:
-        async with ReplicaPool(nn.Sequential(nn.Linear(4, 2)), CPUS) as pool:
-            assert (await pool(torch.ones(2, 4))).shape == (2, 2)
 
 
 @pytest.mark.asyncio

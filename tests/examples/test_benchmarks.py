@@ -52,14 +52,6 @@ def test_every_row_is_measured(row: str) -> None:
         assert result.samples > 0
 
 
-@pytest.mark.slow
-def test_the_shortest_calls_are_also_measured_on_uvloop() -> None:
-    pytest.importorskip("uvloop")
-    results = run.measure_on_uvloop(TINY)
-    assert len(results) == 6
-    assert all(result.bound is None and "uvloop" in result.what for result in results)
-
-
 def test_rivals_take_turns_and_ratios_are_of_pairs() -> None:
     order = []
     ours, theirs = iter([9.0, 1.0, 2.0, 3.0]), iter([9.0, 2.0, 2.0, 2.0])
@@ -77,16 +69,6 @@ def test_rivals_take_turns_and_ratios_are_of_pairs() -> None:
     assert "".join(order) == "AB" + "BAABBA"
     assert (result.value, result.low, result.high) == (1.0, 0.75, 1.25)
     assert (result.ours, result.theirs, result.samples) == (2.0, 2.0, 3)
-
-
-def test_a_bound_holds_up_or_down_to_its_value() -> None:
-    at_most, at_least = replace(RESULT, bound=0.5), replace(RESULT, bound=0.5, at_least=True)
-    assert at_most.holds
-    assert not replace(at_most, bound=0.49).holds
-    assert at_least.holds
-    assert not replace(at_least, bound=0.51).holds
-    assert replace(at_most, bound=None).holds
-    assert replace(at_least, bound=None).holds
 
 
 def test_the_table_lines_up_and_says_what_is_missed_or_not_measured() -> None:
@@ -122,20 +104,6 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert "| at most 0.55 | holds |" in text
 
 
-def test_the_folder_is_made_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "new" / "folder"
-
-    async def interrupted(*_: object) -> None:
-        assert folder.is_dir()
-        raise InterruptedError
-
-    monkeypatch.setattr(run, "measure_rows", interrupted)
-    with pytest.raises(InterruptedError):
-        run.main(["--folder", str(folder)])
-
-
 def test_rows_that_are_measured_again_replace_the_old_ones() -> None:
     first, again = replace(RESULT, what="first"), replace(RESULT, what="first", value=0.3)
     absent = NotMeasured("ours", "a peer", "it is not there")
@@ -166,14 +134,6 @@ def test_some_rows_are_measured_and_printed(
     assert "invalid choice: 'nothing'" in capsys.readouterr().err
 
 
-def test_a_page_without_marks_is_refused(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("text")
-    with pytest.raises(ValueError, match="begin table"):
-        report.write_into(page, "table")
-    assert page.read_text() == "text"
-
-
 def test_the_rivals_by_hand_compute_what_torch_does() -> None:
     network = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval(), nn.Linear(4, 2))
     x = torch.randn(5, 4)
@@ -184,21 +144,3 @@ def test_the_rivals_by_hand_compute_what_torch_does() -> None:
     assert type(first) is nn.Sequential
     with pytest.raises(RuntimeError, match="mat1"):
         by_hand.parallel_apply_by_threads([network] * 2, [torch.zeros(1, 3)] * 2)
-
-
-def test_what_was_measured_before_an_error_is_printed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def measured(plan: Plan) -> Sequence[Row]:
-        return [RESULT]
-
-    async def failing(plan: Plan) -> Sequence[Row]:
-        raise RuntimeError("the server ended with 1")
-
-    rows = {"measured": measured, "failing": failing}
-    monkeypatch.setattr(run, "ROWS", rows)
-    monkeypatch.setattr(run, "FOUNDATION", rows)
-    with pytest.raises(RuntimeError, match="ended with 1"):
-        run.main([])
-    _, row = capsys.readouterr().out.splitlines()
-    assert row.startswith("ours")

@@ -55,18 +55,6 @@ def test_all_ways_share_one_set_of_weights() -> None:
     assert all(storage == storages[0] for storage in storages)
 
 
-def test_a_forked_ensemble_has_the_sequential_gradients() -> None:
-    ensembles = make_ensembles(3, 5)
-    x = torch.randn(5, 2, 5, requires_grad=True)
-    gradients = []
-    for way in ("sequential", "aiopar.fork"):
-        output = aiopar.wait(aiopar.fork(ensembles[way], x))
-        output.square().sum().backward()
-        gradients.append(x.grad)
-        x.grad = None
-    torch.testing.assert_close(gradients[0], gradients[1])
-
-
 def test_a_way_that_differs_is_reported() -> None:
     models = (lstm_ensemble.BidirectionalRecurrentLSTM(5) for _ in range(3))
     ensembles = {**make_ensembles(3, 5), "another": lstm_ensemble.LSTMEnsemble(models)}

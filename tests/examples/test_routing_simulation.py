@@ -46,12 +46,6 @@ def test_who_knows_more_waits_less() -> None:
     assert outcomes[0].hung > 2 * outcomes[2].hung
 
 
-def test_front_ends_that_prefer_the_same_replicas_wait_longer() -> None:
-    first = simulate(SMALL, way_of("least, ties to the first"))
-    apart = simulate(SMALL, way_of("least, each starts elsewhere"))
-    assert first.wait(0.5) > apart.wait(0.5)
-
-
 def test_a_router_finds_the_fewest_from_its_start_on_and_forgets_the_dead() -> None:
     router = Router(range(10, 14), 1, Random(0))
     assert router.fewest(router.start) == 1

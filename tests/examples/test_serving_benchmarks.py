@@ -1,18 +1,13 @@
 """What the benchmarks of servers are made of: load, servers, environments of their own, plots."""
 
-import asyncio
 import subprocess
 import sys
-import sysconfig
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from examples.benchmarks import environments, load, tuning
 from examples.benchmarks.server import start
-from tests.examples.test_benchmarks import TINY
 
 ECHO = """
 import http.server, sys
@@ -69,20 +64,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def installs(monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[object]]:
-    """Call it to install nothing from now on. The list has what is asked for."""
-
-    def nothing() -> list[object]:
-        asked: list[object] = []
-        monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command))
-        return asked
-
-    return nothing
-
-
 def test_an_environment_is_made_once_and_sees_the_packages_of_this_one(
-    folder: Path, installs: Callable[[], list[object]]
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "peer.txt").write_text("")
     python = environments.environment("peer")
@@ -90,39 +73,11 @@ def test_an_environment_is_made_once_and_sees_the_packages_of_this_one(
     prefix, torch = subprocess.check_output([python, "-c", code], text=True).split()
     assert Path(prefix) == folder / "peer"
     assert not Path(torch).is_relative_to(folder)
-    asked = installs()
+    asked: list[object] = []
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: asked.append(command))
     assert environments.environment("peer") == python
     assert not asked
     (folder / "peer.txt").write_text("# another")
-    environments.environment("peer")
-    assert len(asked) == 1
-
-
-@pytest.mark.slow
-def test_an_environment_that_sees_other_packages_is_made_anew(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "peer.txt").write_text("")
-    get_path = sysconfig.get_path
-
-    def path_elsewhere(name: str, **options: Any) -> str:
-        # With options it is asked for the paths of the environment itself.
-        return get_path(name, **options) if options else str(folder / "gone")
-
-    with monkeypatch.context() as elsewhere:
-        elsewhere.setattr(sysconfig, "get_path", path_elsewhere)
-        environments.environment("peer")
-    python = environments.environment("peer")
-    subprocess.check_call([python, "-c", "import torch"])
-
-
-def test_an_environment_that_cannot_be_made_is_tried_again(
-    folder: Path, installs: Callable[[], list[object]]
-) -> None:
-    (folder / "peer.txt").write_text("no-such==!")
-    with pytest.raises(subprocess.CalledProcessError):
-        environments.environment("peer")
-    asked = installs()
     environments.environment("peer")
     assert len(asked) == 1
 
@@ -132,11 +87,3 @@ def test_the_plots_for_tuning_are_drawn(tmp_path: Path) -> None:
     curves = [tuning.Curve("at most 1", points), tuning.Curve("at most 8", points)]
     tuning.write_plot(tuning.Curves(curves, curves), tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-
-
-@pytest.mark.slow
-def test_a_curve_has_a_point_for_each_number_of_clients() -> None:
-    curves = asyncio.run(tuning.measure(TINY))
-    for curve in (*curves.sizes, *curves.delays):
-        assert [point.clients for point in curve.points] == [1, 2, 4, 8, 16]
-        assert all(0 < point.p50 <= point.p99 and point.rate > 0 for point in curve.points)

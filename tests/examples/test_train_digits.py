@@ -42,14 +42,3 @@ def test_the_digits_are_split_once_and_for_all() -> None:
     assert set(test.labels.tolist()) == set(range(10))
     again, _ = train_digits.read_digits(CPU)
     assert torch.equal(train.images, again.images)
-
-
-def test_batches_hold_every_image_once_and_the_last_is_smaller() -> None:
-    digits = train_digits.Digits(torch.arange(600).view(-1, 1, 1, 1), torch.arange(600))
-    order = torch.Generator().manual_seed(0)
-    batches = train_digits.shuffled_batches(digits, order)
-    assert [len(labels) for _, labels in batches] == [256, 256, 88]
-    labels = torch.cat([labels for _, labels in batches])
-    assert torch.equal(labels.sort().values, digits.labels)
-    assert not torch.equal(labels, digits.labels)
-    assert all(torch.equal(images.flatten(), labels) for images, labels in batches)

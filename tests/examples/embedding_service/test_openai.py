@@ -1,7 +1,6 @@
 """OpenAI's own client, with the service as its base URL."""
 
 import base64
-import json
 from collections.abc import Iterator
 from functools import partial
 
@@ -9,8 +8,6 @@ import openai
 import pytest
 import torch
 from openai import OpenAI
-
-from examples.embedding_service.answers import MAX_BODY
 
 from .conftest import Reference
 from .service import MODEL, PATIENCE, Service
@@ -134,17 +131,3 @@ def test_what_cannot_be_read_is_a_bad_request(service: Service, body: bytes) -> 
     assert set(error) == {"message", "type", "param", "code"}
     assert error["type"] == "invalid_request_error"
     assert error["message"]
-
-
-def test_its_answer_has_the_fields_of_openais(service: Service) -> None:
-    answer = service.post("/v1/embeddings", {"model": MODEL, "input": ["x"]}).json()
-    assert set(answer) == {"object", "data", "model", "usage"}
-    assert set(answer["data"][0]) == {"object", "index", "embedding"}
-    assert set(answer["usage"]) == {"prompt_tokens", "total_tokens"}
-    assert len(json.dumps(answer)) > 384
-
-
-def test_a_long_body_is_refused(client: OpenAI) -> None:
-    with pytest.raises(openai.APIStatusError) as refused:
-        client.embeddings.create(model=MODEL, input="x" * MAX_BODY)
-    assert refused.value.status_code == 413

@@ -51,13 +51,6 @@ def test_strings_hide_nothing_and_add_nothing(value: Any, ascii_only: bool, most
         assert holds_too_much(body, most) == (_count(value) > most)
 
 
-@pytest.mark.parametrize("value", ['"a",', '"a":"b",', "[", "1,", "{", '"'])
-def test_more_than_so_many_are_too_much(value: str) -> None:
-    assert holds_too_much(value.encode() * 500, 100)
-    assert not holds_too_much(value.encode() * 50, 100)
-    assert not holds_too_much(json.dumps({"a": [value * 500] * 98}).encode(), 100)
-
-
 def test_what_the_service_takes_is_not_too_much() -> None:
     texts = ['He said: "[1, 2]", \\ {and} left.'] * 256
     assert not holds_too_much(json.dumps({"source": texts[0], "texts": texts}).encode(), MAX_VALUES)
