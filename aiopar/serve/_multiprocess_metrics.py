@@ -1,8 +1,7 @@
 """The multiprocess mode of prometheus-client: one scrape shows the metrics of all processes.
 
-An environment variable names a folder, in which each process has a file per kind of metric. The
-scraped process reads these files: it cannot ask the other processes. So each process writes the
-metrics that it would show.
+An environment variable names a folder, to which each process writes the metrics that it would show:
+a file per kind of metric. The scraped process reads all files.
 """
 
 import os
@@ -67,8 +66,8 @@ class SharedValues:
     def start(self) -> None:
         """Write soon, and every second from now on, unless this process does so already.
 
-        A forked child starts with its first request, or when it is scraped. Most children never
-        write: their memory has the parent's counts, which must not be added again.
+        A forked child starts with its first request, or when it is scraped. A child without either
+        never writes: its memory has the parent's counts, which must not be added again.
         """
         if self._closed or self._process == os.getpid():  # the usual case takes no lock
             return
@@ -77,9 +76,9 @@ class SharedValues:
                 return
             self._process = os.getpid()
             self._ended = threading.Event()
-            # A daemon: the end of the process does not wait for it. It runs no operators.
+            # A daemon, so that the process can end. This thread runs no operators.
             threading.Thread(target=self._run, name="aiopar-metrics", daemon=True).start()
-            # Not atexit: the processes of multiprocessing, and so of uvicorn, end without it.
+            # Not `atexit`, which the processes of multiprocessing, and so of uvicorn, do not run.
             self._at_exit = Finalize(None, self.write, exitpriority=0)
 
     def _run(self) -> None:
@@ -87,7 +86,7 @@ class SharedValues:
         while True:
             try:
                 self.write()
-            except Exception:  # noqa: BLE001  # the disk is full, ...: the next time it may not be
+            except Exception:  # noqa: BLE001  # the disk is full, ...: the thread tries again
                 logger.exception("metrics could not be written to %s", os.environ.get(_FOLDER))
             if ended.wait(_INTERVAL):
                 return

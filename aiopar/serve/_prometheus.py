@@ -193,7 +193,7 @@ def exposition(registry: "CollectorRegistry", accept: str, names: list[str]) -> 
 
     try:
         encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # it cannot compare the version that the client asks for
+    except (TypeError, ValueError):  # it cannot compare the client's version
         encode, content_type = choose_encoder("")
     if (folder := shared_folder()) is not None:
         registry = registry_of_all_processes(folder)
@@ -259,7 +259,7 @@ class _Observer(BatchObserver):
 
     def __init__(self, collector: "_Collector") -> None:
         self._collector = collector
-        self.lock = ReentrantLock()  # a closed coroutine that interrupts it ends its request
+        self.lock = ReentrantLock()  # a coroutine that is closed in the middle takes it
         self.reset()
         _observers.add(self)
 
@@ -310,20 +310,15 @@ _METRICS = (
 
 
 class _Collector:
-    """Makes the metrics whenever its registry is read, from any thread.
-
-    The names of metrics begin with `prefix`.
-    """
+    """Makes the metrics, whose names begin with `prefix`, whenever its registry is read."""
 
     def __init__(self, prefix: str) -> None:
-        self.resources: dict[Measurable, _Observer] = {}
-        """What is shown; the observers of batchers count."""
-        self.shared: SharedValues | None = None
-        """In the multiprocess mode: what other processes see."""
+        self.resources: dict[Measurable, _Observer] = {}  # the observers of batchers count
+        self.shared: SharedValues | None = None  # what other processes see, in multiprocess mode
         self._prefix = prefix
         self._lock = ReentrantLock()  # a signal handler may read the metrics, too
+        # When each worker was read, its busy seconds at that time, and its busy ratio.
         self._latest: WeakKeyDictionary[Worker, tuple[float, float, float]] = WeakKeyDictionary()
-        """When each worker was read, its busy seconds at that time, and its busy ratio."""
         self._names: WeakKeyDictionary[WorkerPool, str] = WeakKeyDictionary()
         self._prefixes: Counter[str] = Counter()
 

@@ -87,8 +87,8 @@ def _deep_copy(module: nn.Module) -> nn.Module:
 
 # The warm-up.
 
+# Held while a module may compile: Dynamo and Inductor are not thread-safe.
 _compile_lock = ReentrantLock()
-"""Held while a module may compile: Dynamo and Inductor are not thread-safe."""
 
 Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments."""
@@ -368,10 +368,8 @@ class PoolReplica:
 class ModuleCall:
     """Calls a module on its device; on the host of a worker."""
 
-    module: nn.Module
-    """The module, or what stands for it (`Worker.keep`)."""
-    device: torch.device
-    """Inputs are moved there."""
+    module: nn.Module  # or what stands for it (`Worker.keep`)
+    device: torch.device  # inputs are moved there
     inference_mode: bool
 
     def __call__(self, batch: Any) -> Any:
@@ -392,5 +390,4 @@ def _moved(value: Any, device: torch.device) -> Any:
     return move_tree(value, device)
 
 
-all_replicas: Registry[PoolReplica] = Registry()
-"""The replicas of all pools in the process."""
+all_replicas: Registry[PoolReplica] = Registry()  # of all pools in the process

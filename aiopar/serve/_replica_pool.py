@@ -410,7 +410,7 @@ class ReplicaPool(Generic[Out_co]):
             self._opening_ended(opening)  # callers in other loops open the pool again
 
     def _failed(self, replica: PoolReplica, error: BaseException) -> None:
-        """Take a replica out of service after a `ReplicaFailed`, or all that share a lost device.
+        """Take a replica out of service after a `ReplicaFailed`, or all replicas on a lost device.
 
         Called from any thread.
         """
@@ -515,8 +515,8 @@ class ReplicaPool(Generic[Out_co]):
     ) -> None:
         """Refuse new calls, wait for the calls in flight, then drop the replicas.
 
-        It may be called again. The executor is not closed. The module is kept: `async with` opens
-        the pool again.
+        `aclose` may be called again. The executor is not closed. The module is kept: `async with`
+        opens the pool again.
 
         Args:
             drain: Whether to wait for calls in flight. If False, calls that have not started raise
@@ -532,7 +532,7 @@ class ReplicaPool(Generic[Out_co]):
             with cancel_scope(timeout), heeding_ctrl_c():
                 self._cancel_background()
                 await self._background.wait_idle()
-                # A call that fails on a replica goes to another one.
+                # In a loop, because a call that fails on a replica goes to another replica.
                 while drain and (busy := [one for one in replicas if one.in_flight.held]):
                     await busy[0].in_flight.wait_idle()
         finally:

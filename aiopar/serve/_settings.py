@@ -18,10 +18,8 @@ from .._base.arguments import (
 class FunctionKind(NamedTuple):
     """How a function is called, and what it returns."""
 
-    streams: bool = False
-    """Whether it yields outputs part by part: a generator function."""
-    on_loop: bool = False
-    """Whether it runs on an event loop, not on a worker: an async function."""
+    streams: bool = False  # it yields outputs part by part: a generator function
+    on_loop: bool = False  # it runs on an event loop, not on a worker: an async function
 
 
 def kind_of(fn: Any) -> FunctionKind:

@@ -6,8 +6,7 @@ from .._base.tracebacks import add_note_once, drop_frames, without_frames
 from ..errors import OutputMismatch
 from ._request import PartOutcome, Request
 
-_MANY_BAD = 4
-"""After this many items have failed alone, a failed part is split into single items."""
+_MANY_BAD = 4  # after so many items have failed alone, a failed part is split into single items
 
 
 class Splitting:
@@ -22,10 +21,8 @@ class Splitting:
         self._count = count
         self._waiting: list[list[Request]] = []
         self._failed_alone = 0
-        self._fitting = count
-        """The most items that may fit into memory at once."""
-        self._out_of_memory: list[list[Request]] = []
-        """The parts that did not fit into memory."""
+        self._fitting = count  # the most items that may fit into memory at once
+        self._out_of_memory: list[list[Request]] = []  # the parts that did not fit into memory
 
     def next_part(self) -> list[Request]:
         """Take the next part; empty if there is none."""

@@ -75,8 +75,8 @@ class BatcherStats:
         rejected: Refused items by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
             (no replica is in service), `closed`.
         batch_sizes: How many batches there were of each size.
-        queue_wait: An item's time from its call to the start of its batch.
-        compute: A batch's time, with collating, and with further runs after an error.
+        queue_wait: The time from the call of an item to the start of its batch.
+        compute: The time of a batch, with collating, and with further runs after an error.
     """
 
     queued: int
@@ -93,8 +93,7 @@ class Tally:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self.batch_seconds = 0.0
-        """The duration of a batch: a moving average, in which the latest batch weighs an eighth."""
+        self.batch_seconds = 0.0  # a moving average, in which the latest batch weighs an eighth
         self._completed = 0
         self.rejected: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()

@@ -18,8 +18,7 @@ class Unread(dict[int, Any]):
 
     def __init__(self, buffer: int) -> None:
         self.buffer = buffer
-        self.next_step = 0
-        """The step of the part that is read next."""
+        self.next_step = 0  # of the part that is read next
 
 
 class StreamRequest(Request):
@@ -96,10 +95,8 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         self._leave_batch = leave
         self._request: StreamRequest | None = None
         self._reading = False
-        self._reader: TaskRef | None = None
-        """The task of the last read."""
-        self._broken: str | None = None
-        """Why a read raises RuntimeError."""
+        self._reader: TaskRef | None = None  # the task of the last read
+        self._broken: str | None = None  # why a read raises RuntimeError
 
     @short_repr
     def __repr__(self) -> str:

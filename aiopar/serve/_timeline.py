@@ -23,31 +23,23 @@ from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
 from ._places import WorkerPart
 
-_BEAT = 0.02
-"""A loop is asked to run a timer every so many seconds."""
-_STALL = 0.005
-"""A loop that runs the timer so many seconds late has stalled."""
-_TICK = 100
-"""The width of a tick, in nanoseconds."""
-_STALLS = ": stalls"
-"""How the names of rows of stalls end: these rows are above the others."""
+_BEAT = 0.02  # seconds from one beat of an event loop to the next
+_STALL = 0.005  # a beat that is so many seconds late is a stall
+_TICK = 100  # the width of a tick, in nanoseconds
+_STALLS = ": stalls"  # the end of the names of rows of stalls, which are above the other rows
 
 
 @dataclass(slots=True, eq=False)
 class _Bar:
     """A call, a batch or a stall. Times are by `time.monotonic`."""
 
-    row: Worker | str | None
-    """A worker, or the name of a row; None before a worker has begun the call."""
+    row: Worker | str | None  # a worker, or the name of a row; None before a worker has the call
     name: str
     args: dict[str, Any]
-    start: float
-    """For a call that has not begun: when it was queued."""
+    start: float  # while a call is in a queue: when it was queued
     end: float = 0.0
-    arrivals: Sequence[float] = ()
-    """For a batch: when its items came. By this time an item finds its batch."""
-    lane: int = 0
-    """The number of its lane in the file."""
+    arrivals: Sequence[float] = ()  # of a batch: when its items came, to find the batch of an item
+    lane: int = 0  # the number of its lane in the file
 
     def finish(self, end: float, error: BaseException | None) -> None:
         self.end = end
@@ -117,12 +109,9 @@ class Trace:
         self._process = 0
         self._began = 0.0
         self._recording = False
-        self.events: deque[_Bar | _Item] = deque(maxlen=max_events)
-        """The latest events."""
-        self.running: dict[CallInfo | BatchInfo, _Bar] = {}
-        """The calls and batches that have not ended."""
-        self.loops: dict[int, str] = {}
-        """The name of the event loop of each thread."""
+        self.events: deque[_Bar | _Item] = deque(maxlen=max_events)  # the latest ones
+        self.running: dict[CallInfo | BatchInfo, _Bar] = {}  # what has not ended
+        self.loops: dict[int, str] = {}  # the name of the event loop of each thread
         self._heartbeats: dict[Waker | None, Repeating] = {}
         self._makers = partial(_Calls, self), partial(_Batches, self)
 
@@ -288,17 +277,13 @@ class _JsonEvents:
     A bar is a complete event (X) on a thread of the format. Here such a thread is called a lane;
     its bars are disjoint or nested. The arrows of an item are flow events (s, t, f) with the number
     of the item. A flow event belongs to the bar that begins at the same time. The wait of an item
-    is a pair of asynchronous events (b, e).
-
-    Args:
-        began: The time 0 of the file, by `time.monotonic`.
+    is a pair of asynchronous events (b, e). The time 0 of the file is `began`.
     """
 
     def __init__(self, began: float) -> None:
         self._began = began
         self._process = os.getpid()
-        self._titles: Counter[str] = Counter()
-        """How many lanes have each title."""
+        self._titles: Counter[str] = Counter()  # how many lanes have each title
 
     def events(
         self, loops: Mapping[int, str], bars: Iterable[_Bar], items: Sequence[_Item]
@@ -325,8 +310,8 @@ class _JsonEvents:
 
     def _row(self, title: str, bars: list[_Bar]) -> Iterator[str]:
         """The bars of one row, in as few lanes as hold them."""
+        # The number of each lane, and the bars that are open in the lane, the innermost last.
         lanes: list[tuple[int, list[_Bar]]] = []
-        """The number of each lane, and the bars that are open in it, the innermost last."""
         for bar in sorted(bars, key=lambda bar: (bar.start, -bar.end)):
             for bar.lane, outer in lanes:
                 while outer and outer[-1].end <= bar.start:
