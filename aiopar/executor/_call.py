@@ -187,7 +187,7 @@ class Call(Generic[T]):
         # First: a caller that sees the result may expect its arguments to be freed.
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]
         if self.watch is not None:
-            self.watch.completed(self.error)
+            self.watch.tell("completed", self.error)
         self.finish()
 
     def drop(self) -> None:
@@ -195,7 +195,7 @@ class Call(Generic[T]):
         self.leave_queue()
         self.fn = self.args = self.kwargs = self.state = None  # type: ignore[assignment]  # ditto
         if self.watch is not None:
-            self.watch.completed(CancelledError())
+            self.watch.tell("completed", CancelledError())
 
     def leave_queue(self) -> None:
         """Take the claimed call out of its queue, and make room for another call there."""

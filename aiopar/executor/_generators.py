@@ -14,7 +14,7 @@ from .._base.arguments import AsyncOnly, items_of, name_of, short_repr
 from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
-from ..futures._future import Future, running_future
+from ..futures._future import Future, in_own_thread, running_future
 from ..futures._waiting import cancel_scope, close_fully, collect_all
 from ..futures._wakeup import ki_protected
 
@@ -218,15 +218,12 @@ class Iteration(AsyncOnly, Generic[T]):
             if self._closed is not None:
                 return self._closed
             closed = self._closed = running_future()
-            last = self._ahead[-1] if self._ahead else None
+            running = collect_all(self._ahead)
             self._ahead.clear()
-        if last is None:
-            self._close_steps(closed)
-        else:
-            last.add_done_callback(partial(self._close_steps, closed))
+        running.add_done_callback(partial(self._close_steps, closed))
         return closed
 
-    def _close_steps(self, closed: Future[Any], _: object = None) -> None:
+    def _close_steps(self, closed: Future[Any], _: object) -> None:
         if not self._steps.closable:
             closed.set_result(None)
             return
@@ -238,15 +235,10 @@ class Iteration(AsyncOnly, Generic[T]):
         closing.add_done_callback(partial(self._closed_by_worker, closed))
 
     def _closed_by_worker(self, closed: Future[Any], closing: Future[Any]) -> None:
-        if not closing.cancelled():
+        if closing.cancelled():  # the executor was shut down; this thread may run an event loop
+            in_own_thread("aiopar-iterate", partial(_complete, closed, self._steps.close))
+        else:
             _complete(closed, closing.value)
-            return
-        close = partial(_complete, closed, self._steps.close)
-        try:
-            # The executor was shut down. In a new thread: this one may run an event loop.
-            threading.Thread(target=close, name="aiopar-iterate").start()
-        except RuntimeError:  # no more threads can be started
-            close()
 
     async def __aenter__(self) -> Self:
         return self

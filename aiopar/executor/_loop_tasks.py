@@ -36,9 +36,9 @@ class Tasks:
         self._caller = caller
         self._loop = asyncio._get_running_loop()
         self._waker: Waker = trio_waker() if self._loop is None else waker_of(self._loop)
-        self._running: dict[Any, Cancel] = {}  # it keeps asyncio's tasks alive: the loop does not
-        # In trio each task runs in an outer scope, for `cancel`, and an inner one, for `shield`.
-        self._inner_scopes: dict[Any, trio.CancelScope] = {}
+        # It keeps asyncio's tasks alive: the loop does not. In trio a task runs in an outer scope,
+        # which `cancel` cancels, and an inner scope, which `shield` shields.
+        self._running: dict[Any, tuple[Cancel, trio.CancelScope | None]] = {}
 
     @property
     def finished(self) -> bool:
@@ -72,7 +72,7 @@ class Tasks:
         self, loop: asyncio.AbstractEventLoop, fn: _Body, ended: Callable[[], object]
     ) -> None:
         task = loop.create_task(self._caller.drive(fn), context=self._caller.context())
-        self._running[task] = task.cancel
+        self._running[task] = task.cancel, None
 
         def done(task: asyncio.Task[None]) -> None:
             del self._running[task]
@@ -97,8 +97,7 @@ class Tasks:
                 # Nothing else would catch the cancellation, and it would end the run.
                 pass
             finally:
-                task = trio_module.lowlevel.current_task()
-                del self._running[task], self._inner_scopes[task]
+                del self._running[trio_module.lowlevel.current_task()]
                 ended()
                 del fn, ended  # as in `CallerState.drive`
 
@@ -106,8 +105,7 @@ class Tasks:
             task = trio_module.lowlevel.spawn_system_task(run, fn, ended, context=caller.context())
         except RuntimeError:  # the run is about to end: nothing happens, as on a closed loop
             return
-        self._running[task] = scope.cancel
-        self._inner_scopes[task] = inner
+        self._running[task] = scope.cancel, inner
 
     def call_soon(self, fn: Callable[[], object]) -> None:
         """Call `fn` soon on the loop's thread, outside any task; from any thread."""
@@ -118,16 +116,18 @@ class Tasks:
         self._waker.post(self._cancel)
 
     def _cancel(self) -> None:
-        for cancel in tuple(self._running.values()):
+        for cancel, _ in tuple(self._running.values()):
             cancel()
 
     def shield(self) -> None:
         """Shield the calling task from `cancel` and from the end of the trio run."""
-        if self._loop is None:
-            self._inner_scopes[sys.modules["trio"].lowlevel.current_task()].shield = True
-        # Not with a scope of anyio, which would keep the task of a closed loop forever.
-        elif (task := asyncio.current_task()) in self._running:
-            self._running[task] = _nothing
+        on_trio = self._loop is None
+        task = sys.modules["trio"].lowlevel.current_task() if on_trio else asyncio.current_task()
+        _, inner = self._running.get(task, (None, None))
+        if inner is not None:
+            inner.shield = True
+        elif task in self._running:  # a scope of anyio would keep the task of a closed loop forever
+            self._running[task] = _nothing, None
 
     @staticmethod
     def must_propagate(error: BaseException) -> bool:

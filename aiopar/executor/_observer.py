@@ -189,19 +189,13 @@ all_executors: ProcessObservers[ExecutorObserver] = ProcessObservers(ExecutorObs
 class CallWatch:
     """One call and its observers."""
 
-    __slots__ = ("_call", "_observers")
+    __slots__ = ("_observers", "call")
 
     def __init__(self, observers: Listeners[ExecutorObserver], call: CallInfo) -> None:
         self._observers = observers
-        self._call = call
-        observers.tell("enqueue", call)
+        self.call = call
+        self.tell("enqueue")
 
-    def start(self, worker: int) -> None:
-        self._call.worker = worker
-        self._observers.tell("start", self._call)
-
-    def launched(self) -> None:
-        self._observers.tell("launched", self._call)
-
-    def completed(self, error: BaseException | None) -> None:
-        self._observers.tell("completed", self._call, error)
+    def tell(self, event: str, *args: Any) -> None:
+        """Call the method `event` of each observer."""
+        self._observers.tell(event, self.call, *args)

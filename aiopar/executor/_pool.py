@@ -397,10 +397,6 @@ class WorkerPool:
         """Whether threads of the workers run; inside a call of one of them, False."""
         return any(worker.alive for worker in self._to_await)
 
-    def forget_after_fork(self) -> None:
-        """In a forked child: the threads stayed in the parent."""
-        self._state = _PoolState.FORKED
-
 
 def _take_back(call: Call[Any]) -> bool:
     """Drop a call before or after it was queued; False if it was claimed already."""
@@ -465,7 +461,7 @@ def _close_at_exit() -> None:
 @after_fork_in_child
 def _forget_after_fork() -> None:
     for pool in _pools:
-        pool.forget_after_fork()
+        pool._state = _PoolState.FORKED
     _pools.clear()
     _workers.clear()
 
@@ -544,9 +540,9 @@ class Dispatcher:
 
     def check_shares_memory(self, what: str, instead: str) -> None:
         """Raise `NotImplementedError`, which says what to do `instead`, if calls run on hosts."""
-        for worker in self.workers:
-            if not worker.shares_memory:
-                raise NotImplementedError(f"{what} cannot run on worker {worker.label}: {instead}")
+        if not self.shares_memory:
+            where = f"worker {self.workers[0].label}"
+            raise NotImplementedError(f"{what} cannot run on {where}: {instead}")
 
     # Calls.
 

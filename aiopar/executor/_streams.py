@@ -107,24 +107,18 @@ class Launches:
             if self.stream is None and not accelerators_in_use():
                 return False
             events = result_events(tensors(call.result), self.stream)
-            if self.stream is None:
-                # Off the default stream, wait even without `synchronize`: the call may run inside
-                # another call, and its callers cannot be ordered after that call's stream.
-                if call.synchronize or _devices_off_default():
-                    _synchronize(events)
-                self._order_callers(call, events)
-                return False
-            if not call.synchronize:
-                self._order_callers(call, events)
+            if self.stream is not None and call.synchronize and self._count_launched():
+                self._queue.put((events, call))
+                return True
+            # On a CPU worker off the default stream, wait even without `synchronize`: the call may
+            # run inside another call, and its callers cannot be ordered after that call's stream.
+            if call.synchronize or (self.stream is None and _devices_off_default()):
+                _synchronize(events)
+            self._order_callers(call, events)
+            if self.stream is not None:
                 # The callers may free the arguments while the kernels still read them.
                 share_memory(tensors((call.args, call.kwargs)), self.stream)
-                return False
-            if not self._count_launched():
-                _synchronize(events)
-                self._share_result(call)
-                return False
-            self._queue.put((events, call))
-            return True
+            return False
         finally:
             del call
 

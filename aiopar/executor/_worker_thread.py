@@ -479,7 +479,8 @@ class _WorkerThread(threading.Thread):
             if worker.launches is not None:
                 worker.launches.begin(call)
             if call.watch is not None:
-                call.watch.start(worker.index)
+                call.watch.call.worker = worker.index
+                call.watch.tell("start")
             if call.internal:
                 call.result = call.fn(*call.args)
             else:
@@ -504,7 +505,7 @@ class _WorkerThread(threading.Thread):
     def _end(self, call: Call[Any]) -> None:
         worker = self.worker
         if call.watch is not None:
-            call.watch.launched()
+            call.watch.tell("launched")
         ends_later = worker.launches is not None and _finish_launches(call, worker.launches)
         if self._helped:
             self._helped[-1] = None

@@ -34,7 +34,7 @@ class QueuedCall(Protocol):
     """The call whose result a future will hold."""
 
     def drop(self) -> None:
-        """Release the function and its arguments: the future was cancelled."""
+        """Release what the call holds: the future was cancelled."""
 
     def leave(self) -> None:
         """Note that nobody waits for the running call any more."""
@@ -216,10 +216,8 @@ class Future(concurrent.futures.Future[T]):
     def cancel(self) -> bool:
         """Cancel the call if it has not started; every waiter gets `CancelledError`.
 
-        A running call runs on. On a host it may be killed: see `kill_after` of `ProcessExecutor`.
-
-        Returns:
-            Whether the future is cancelled now.
+        A running call runs on; `kill_after` of `ProcessExecutor` may end it. Returns whether the
+        future is cancelled now.
         """
         if self._complete(CANCELLED) or self.cancelled():
             return True
@@ -286,8 +284,8 @@ class Future(concurrent.futures.Future[T]):
     def add_done_callback(self, fn: Callable[[Self], object]) -> None:
         """Call `fn(future)` when the future is done: in the completing thread, or now.
 
-        Callbacks are called in the order in which they were added. Their errors are logged. Ctrl-C
-        during one of them is raised in the main thread when all were called.
+        Callbacks are called in the order in which they were added, and their errors are logged.
+        Ctrl-C during one of them is raised in the main thread when all were called.
         """
         with self._mutex:
             if self._state not in DONE:
@@ -375,12 +373,7 @@ class Future(concurrent.futures.Future[T]):
             self = None  # type: ignore[assignment]  # noqa: PLW0642
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the exception or None, after a wait of at most `timeout` seconds.
-
-        Raises:
-            TimeoutError: The future is not done by then.
-            CancelledError: The future was cancelled; the class is that of `concurrent.futures`.
-        """
+        """Return the exception or None; waits and raises as `result` does."""
         if self._state not in DONE:
             self._block(timeout)
         if self._state == FINISHED:
@@ -403,8 +396,8 @@ class Future(concurrent.futures.Future[T]):
     def wait(self) -> T:
         """Block this thread until the future is done, and return the value.
 
-        A worker runs a call of its executor itself if the call has not started. So calls that wait
-        for calls never deadlock, on any number of workers.
+        A waiting worker runs a call of its executor itself if the call has not started. So calls
+        that wait for calls never deadlock, on any number of workers.
 
         Raises:
             BlockingWaitError: The future is not done, and this thread runs an event loop.
@@ -479,10 +472,7 @@ class Future(concurrent.futures.Future[T]):
             if self._state in DONE or awaiter not in self._awaiters:
                 return  # completed meanwhile
             self._awaiters.remove(awaiter)
-            needed = (
-                self._awaiters or self._done_callbacks or self._waiters or self._blocked_threads
-            )
-            if needed:
+            if self._awaiters or self._done_callbacks or self._waiters or self._blocked_threads:
                 return
             call, started = self.call, self._state == RUNNING
             if not started:
@@ -504,12 +494,12 @@ class DoneCallback:
         self._fn = fn
 
     def drop(self) -> None:
-        """Remove the callback: the made future was cancelled."""
+        """Remove the callback."""
         for other in self._others:
             other._remove_done_callback(self._fn)
 
     def leave(self) -> None:
-        """Nothing to do: the callback runs already."""
+        """Do nothing: the callback runs already."""
 
 
 def _free_wrapper(frame: FrameType) -> None:
@@ -524,7 +514,7 @@ def _free_wrapper(frame: FrameType) -> None:
 
 
 def running_future() -> Future[Any]:
-    """Make a future that neither `cancel` nor a cancelled `await` can cancel."""
+    """Make a future that nobody can cancel."""
     future: Future[Any] = Future()
     future.claim()
     return future
@@ -601,14 +591,18 @@ def wrap_future(future: Any) -> Future[Any]:
             wrapped.set_result(result)
             return
         # In a thread, because torch may call back on the loop's thread, with kernels still running.
-        complete = partial(_complete_after, events, wrapped, result)
-        try:
-            threading.Thread(target=complete, name="aiopar-wrap_future").start()
-        except RuntimeError:  # no more threads can be started
-            complete()
+        in_own_thread("aiopar-wrap_future", partial(_complete_after, events, wrapped, result))
 
     theirs.add_done_callback(finished)
     return wrapped
+
+
+def in_own_thread(name: str, fn: Callable[[], object]) -> None:
+    """Call `fn` in a new thread, or here if no more threads can be started."""
+    try:
+        threading.Thread(target=fn, name=name).start()
+    except RuntimeError:
+        fn()
 
 
 def _complete_after(events: list[torch.Event], future: Future[Any], result: object) -> None:

@@ -74,11 +74,7 @@ class cancel_scope:  # noqa: N801  # used like a function of `contextlib`
     """A cancel scope of anyio that may be left in another task, or without a loop.
 
     A coroutine is closed wherever it is collected: anyio's own scopes raise there. Without a loop,
-    in `aiopar.wait`, this scope does nothing.
-
-    Args:
-        seconds: The time limit of the body. None: no limit.
-        shield: Whether the body is shielded from the cancellation of outer scopes.
+    in `aiopar.wait`, this scope does nothing. `seconds` is the time limit of the body.
     """
 
     __slots__ = ("_scope", "_seconds", "_shield")
@@ -118,11 +114,8 @@ at_second_ctrl_c: list[Callable[[], object]] = []
 
 @contextmanager
 def heeding_ctrl_c() -> Iterator[None]:
-    """Wait in the block in spite of cancellation; a second Ctrl-C calls `at_second_ctrl_c`.
-
-    The first one has left an error or a cancellation, which is being handled.
-    """
-    leaving = sys.exception() is not None
+    """Call `at_second_ctrl_c` at a second Ctrl-C in the block, which is a wait."""
+    leaving = sys.exception() is not None  # the first Ctrl-C has left an error or a cancellation
     try:
         yield
     except KeyboardInterrupt:  # of trio, or without a loop
@@ -158,13 +151,10 @@ async def settle(futures: Iterable[Future[Any]]) -> None:
 
 
 async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Await `aclose()` to its end in spite of cancellation; then raise the cancellation.
+    """Await `aclose()` to its end in spite of cancellation; then raise its error or a cancellation.
 
-    An error of `aclose` is raised in place of the cancellation.
-
-    Args:
-        aclose: A coroutine function that shields itself from anyio's and trio's cancellation. It is
-            called again if `task.cancel()` of asyncio ends it.
+    `aclose` shields itself from anyio's and trio's cancellation, and is called again if
+    `task.cancel()` of asyncio ends it.
     """
     cancelled: asyncio.CancelledError | None = None
     try:

@@ -43,8 +43,7 @@ class Waker:
     def post(self, deliver: Callable[[], object]) -> None:
         """Call `deliver` soon on the loop's thread, outside any task; from any thread.
 
-        A closed loop ignores it. Ctrl-C may raise KeyboardInterrupt in the middle of `deliver`,
-        which is then called again.
+        A closed loop ignores it. If Ctrl-C interrupts `deliver`, it is called again.
         """
         # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
         # this append and that first pop, also without a GIL: either the drain finds the callback,
@@ -79,9 +78,9 @@ class Waker:
         try:
             self._woken()
             self._armed = False
-            # Once before the length is read, which does not take the deque's lock.
+            # The first look takes the deque's lock, which the length does not.
             if self._deliver_oldest():
-                # What is posted from now on wakes the loop again: a fast worker must not keep it.
+                # A later post wakes the loop again, so that a fast worker does not hold the loop.
                 for _ in range(len(self._posted)):
                     self._deliver_oldest()
         except BaseException:  # Ctrl-C: if the loop goes on, it delivers the rest
@@ -92,7 +91,7 @@ class Waker:
         """Deliver what was posted first; False if there is nothing."""
         posted = self._posted
         try:
-            # Not `popleft`: Ctrl-C may come when it returns, and its result would be lost.
+            # `popleft` would lose its result if Ctrl-C came when it returns.
             deliver = posted[0]
         except IndexError:
             return False
@@ -277,8 +276,6 @@ class Awaiter:
     __slots__ = ("waker",)
 
     waker: Waker
-    """The waker of the task's loop."""
-
     on_trio = False
 
     def __await__(self) -> Generator[Any, Any, object]:
@@ -286,11 +283,11 @@ class Awaiter:
         raise NotImplementedError
 
     def deliver(self) -> None:
-        """End the wait; on the loop's thread. Does nothing if the wait has ended."""
+        """End the wait, unless it has ended; on the loop's thread."""
         raise NotImplementedError
 
     def wake(self) -> None:
-        """End the wait, soon; from any thread. Does nothing if the wait has ended."""
+        """End the wait soon, unless it has ended; from any thread."""
         self.waker.post(self.deliver)
 
 
