@@ -175,16 +175,6 @@ class TestWorker:
                 await aiopar.backward(weight.sum())
         assert seen == ["cpu", "meta", "cpu", "meta"]
 
-    def test_backward_inside_a_call(self, executor: aiopar.DeviceExecutor) -> None:
-        weight = leaf(1, 2)
-
-        def step(factor: float) -> None:
-            aiopar.wait(aiopar.backward((weight * factor).sum()))
-
-        aiopar.wait_all([aiopar.fork(step, factor) for factor in (1, 10, 100)])
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [111, 111]
-
     @pytest.mark.asyncio
     async def test_hooks_run_in_the_replica_of_the_caller(
         self, executor: aiopar.DeviceExecutor

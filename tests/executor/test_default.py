@@ -25,14 +25,6 @@ def fresh_default() -> Iterator[aiopar.DeviceExecutor]:
     aiopar.get_executor().shutdown()
 
 
-def test_the_default_has_a_worker_for_each_default_device(
-    fresh_default: aiopar.DeviceExecutor,
-) -> None:
-    assert fresh_default.devices == default_devices()
-    assert len(fresh_default.devices) >= 2 or fresh_default.devices[0].type != "cpu"
-    assert aiopar.get_executor() is fresh_default
-
-
 def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor) -> None:
     fresh_default.shutdown()
     found: list[aiopar.DeviceExecutor] = []
@@ -53,16 +45,18 @@ def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor
 
 
 @pytest.mark.anyio
-async def test_the_default_grows_on_demand(
-    fresh_default: aiopar.DeviceExecutor,
-) -> None:
-    have = len(fresh_default.on("cpu").devices)
-    wanted = have + 2
-    barrier = threading.Barrier(wanted)
-    arrived: list[aiopar.Future[Any]] = fresh_default.submit_all([barrier.wait] * wanted)
-    assert sorted([await future for future in arrived]) == list(range(wanted))
-    assert len(fresh_default.on("cpu").devices) == wanted
+async def test_the_default_grows_on_demand(fresh_default: aiopar.DeviceExecutor) -> None:
+    assert fresh_default.devices == default_devices()
+    view, single = fresh_default.on("cpu"), fresh_default.on(worker=0)
+    for submits in (fresh_default, view):
+        wanted = len(view.devices) + 2
+        barrier = threading.Barrier(wanted)
+        arrived: list[aiopar.Future[Any]] = submits.submit_all([barrier.wait] * wanted)
+        assert sorted([await future for future in arrived]) == list(range(wanted))
+        assert view.devices == (torch.device("cpu"),) * wanted
     assert fresh_default.on("meta").devices == (torch.device("meta"),)
+    with pytest.raises(ValueError, match="the executor has 1"):
+        single.submit_all([int] * 2)
 
 
 def thread_name(*_: object) -> str:
@@ -170,9 +164,7 @@ def test_use_executor_refuses_other_objects(given: Any) -> None:
 
 
 @pytest.mark.anyio
-async def test_run_sync_runs_on_the_given_device(
-    devices: tuple[torch.device, ...],
-) -> None:
+async def test_run_sync_runs_on_the_given_device(devices: tuple[torch.device, ...]) -> None:
     async with aiopar.DeviceExecutor([*devices, "cpu"], thread_name_prefix="mine") as executor:
         with aiopar.use_executor(executor):
             call = aiopar.run_sync(lambda: threading.current_thread().name, device=devices[-1])

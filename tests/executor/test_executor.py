@@ -1,4 +1,4 @@
-"""`aiopar.DeviceExecutor`: which worker runs a call, refused arguments, statistics."""
+"""`aiopar.DeviceExecutor`: which worker runs a call, views, refused arguments, statistics."""
 
 import asyncio
 import concurrent.futures
@@ -16,8 +16,10 @@ import torch
 
 import aiopar
 from aiopar.testing import Gate
-from tests.home import AtHome, place, places
-from tests.workers import MakeWorkers, Workers
+from tests import simdevice
+from tests.home import AtHome, place
+from tests.no_threads import NO_THREAD, no_more_threads
+from tests.workers import MakeWorkers, Workers, worker_device
 
 
 async def _coroutine_function() -> None:
@@ -38,7 +40,7 @@ class _AsyncModule(torch.nn.Module):
         raise AssertionError("never called")
 
 
-def _thread_name() -> str:
+def _thread_name(_: object = None) -> str:
     return threading.current_thread().name
 
 
@@ -78,12 +80,6 @@ async def test_a_call_goes_to_the_least_loaded_worker(make_workers: MakeWorkers)
             await gate.entered(2)
             elsewhere = await executor.run_sync(place)
             assert elsewhere == await executor.on(worker=1).run_sync(place)
-            executor.on(worker=1).submit(AtHome(gate))
-            await gate.entered(3)
-            # One call waits for the first worker. Any worker may run these two.
-            queued = [executor.submit(place) for _ in range(2)]
-            assert sum(worker.queued for worker in executor.stats().workers) == 3
-        assert {await future for future in queued} <= await places(executor)
 
 
 @pytest.mark.anyio
@@ -246,3 +242,188 @@ def test_submit_all_has_typed_futures() -> None:
         both: list[aiopar.Future[int | str]] = executor.submit_all([(text, 4), (one,)])
         assert aiopar.wait_all(both) == ["4", 1]
         assert aiopar.wait_all(executor.submit_all([one, (text, 3)])) == [1, "3"]
+
+
+# Workers that share a queue: no call is lost, and no call waits while a worker is idle.
+
+
+def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
+    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as gate:
+        handed_in: concurrent.futures.Future[list[aiopar.Future[Any]]] = concurrent.futures.Future()
+
+        def hand_in(_: object) -> None:
+            # Runs in the worker's thread, which is registered as idle by now. It finds the hint,
+            # and behind it the call for this worker.
+            shared = executor.submit(abs, -1)
+            handed_in.set_result([shared, executor.on(worker=0).submit(gate)])
+
+        future = executor.on(worker=0).submit(first)
+        first.wait_entered()
+        future.add_done_callback(hand_in)
+        first.open()
+        shared, pinned = handed_in.result(30)
+        gate.wait_entered()
+        assert shared.result(30) == 1
+        gate.open()
+        pinned.result(30)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(
+    make_workers: MakeWorkers, workers: int
+) -> None:
+    with make_workers(workers) as executor:
+        for round_number in range(200):
+            with Gate() as gate:
+                # The worker may be on its way to sleep, asleep, or woken for the other call.
+                pinned = executor.on(worker=round_number % workers).submit(AtHome(gate))
+                assert executor.submit(abs, -round_number).result(30) == round_number
+                gate.open()
+                pinned.result(30)
+
+
+def test_threads_that_submit_at_once_lose_no_call(make_workers: MakeWorkers) -> None:
+    with make_workers(3) as executor:
+        results: list[list[int]] = []
+
+        def hand_in(start: int) -> None:
+            futures = [executor.submit(abs, -n) for n in range(start, start + 300)]
+            pinned = [executor.on(worker=n % 3).submit(abs, -n) for n in range(30)]
+            results.append([future.result(60) for future in futures])
+            assert [future.result(60) for future in pinned] == list(range(30))
+
+        threads = [threading.Thread(target=hand_in, args=(start,)) for start in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sorted(results) == [list(range(start, start + 300)) for start in range(8)]
+        assert sum(worker.completed for worker in executor.stats().workers) == 8 * 330
+
+
+def test_workers_of_different_devices_share_no_queue() -> None:
+    with aiopar.DeviceExecutor(["meta", "cpu", "meta"]) as executor:
+        for device in ("meta", "cpu"):
+            names = set(executor.on(device).map(_thread_name, range(200)))
+            assert all(name.startswith(f"aiopar-{device}-") for name in names)
+        assert len(list(executor.map(_thread_name, range(200)))) == 200
+
+
+def test_a_call_for_which_no_thread_starts_is_no_load() -> None:
+    with aiopar.DeviceExecutor(["cpu", "cpu", "meta"]) as executor:
+        for _ in range(4):
+            with no_more_threads(), pytest.raises(RuntimeError, match=NO_THREAD):
+                executor.on("cpu").submit(int)
+        assert executor.submit(worker_device).result() == "cpu"
+
+
+# Views, and gangs on their workers.
+
+
+@pytest.mark.anyio
+async def test_closing_a_view_closes_nothing(make_workers: MakeWorkers) -> None:
+    async with make_workers(2) as executor:
+        async with executor.on("cpu") as view:
+            assert await view.run_sync(int) == 0
+        view.shutdown()
+        await view.aclose()
+        with executor.on(worker=1) as view:
+            future = view.submit(int)
+        assert await future == 0
+        assert await executor.run_sync(int) == 0
+        assert await view.run_sync(int) == 0
+    with pytest.raises(aiopar.ExecutorShutdown):
+        await view.run_sync(int)
+
+
+@pytest.mark.asyncio
+async def test_asyncio_runs_its_executor_calls_on_a_view(workers: Workers) -> None:
+    loop = asyncio.get_running_loop()
+    assert await loop.run_in_executor(workers.on("cpu"), pow, 2, 5) == 32
+    second = workers.on(worker=1)
+    assert await loop.run_in_executor(second, place) == await second.run_sync(place)
+
+
+@pytest.mark.anyio
+async def test_views_of_views(workers: Workers) -> None:
+    view = workers.on("cpu").on(worker=1)
+    assert await view.on("cpu").run_sync(place) == await workers.on(worker=1).run_sync(place)
+    assert await view.run_sync(place) != await workers.on(worker=0).run_sync(place)
+    assert view.devices == (torch.device("cpu"),)
+    with pytest.raises(ValueError, match=r"worker 1 is out of range.*\[0, 1\)"):
+        view.on(worker=1)
+
+
+@pytest.mark.anyio
+async def test_a_view_on_all_workers_grows_with_them() -> None:
+    async with aiopar.DeviceExecutor(["cpu"] * 2) as executor:
+        view = executor.on(synchronize=False)
+        assert view.devices == executor.devices
+        assert await view.run_sync(_thread_name) in {"aiopar-cpu-0", "aiopar-cpu-1"}
+    view = aiopar.get_executor().on(synchronize=False)
+    layers = [abs] * (len(view.devices) + 1)
+    with aiopar.use_executor(view):
+        assert await aiopar.parallel_apply(layers, [-1] * len(layers)) == [1] * len(layers)
+    assert len(view.devices) >= len(layers)
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("options", [{}, {"device": "sim:0"}, {"worker": 0}], ids=str)
+def test_a_view_without_synchronize(options: dict[str, Any]) -> None:
+    def double() -> torch.Tensor:
+        return torch.ones(2, device="sim:0") * 2
+
+    with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        view = executor.on(**options, synchronize=False)
+        with simdevice.paused():
+            launched = view.submit(double).result(10)
+            synchronized = view.on(synchronize=True).submit(double)
+            waited_for = executor.submit(double)
+            assert view.submit(double).result(10).device == launched.device, "the worker is free"
+            assert not synchronized.done(), "its kernels have not run"
+            assert not waited_for.done()
+        for future in (synchronized, waited_for):
+            assert future.result(10).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, ValueError, "expected a device or a worker"),
+        ({"device": "cpu", "worker": 0}, ValueError, "expected a device or a worker"),
+        ({"worker": 2}, ValueError, r"worker 2 is out of range.*\[0, 2\)"),
+        ({"worker": -1}, ValueError, "worker -1 is out of range"),
+        ({"worker": "0"}, TypeError, "worker must be an int, not str"),
+        ({"device": "cpu", "worker": 0, "synchronize": False}, ValueError, "expected a device"),
+        ({"device": "meta"}, ValueError, "has no worker on meta: its workers are on cpu, cpu"),
+        ({"device": "warp"}, ValueError, "warp"),
+    ],
+)
+def test_a_view_without_workers_is_refused(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with (
+        aiopar.DeviceExecutor(["cpu"] * 2) as executor,
+        pytest.raises(error, match=message),
+    ):
+        executor.on(**arguments)
+
+
+@pytest.mark.anyio
+async def test_a_gang_has_a_worker_for_each_call(make_workers: MakeWorkers) -> None:
+    async with make_workers(3) as executor:
+        meet = AtHome(threading.Barrier(3).wait)
+        arrived: list[aiopar.Future[int]] = executor.submit_all([meet, (meet, 10), meet])
+        assert sorted([await future for future in arrived]) == [0, 1, 2]
+        assert executor.submit_all([]) == []
+
+
+def test_a_gang_larger_than_the_executor_is_refused_before_any_work(workers: Workers) -> None:
+    ran: list[int] = []
+    note = AtHome(ran.append)
+    with pytest.raises(ValueError, match=r"3 calls .* has 2"):
+        workers.submit_all([(note, n) for n in range(3)])
+    with pytest.raises(ValueError, match=r"2 calls .* has 1"):
+        workers.on(worker=0).submit_all([(note, n) for n in range(2)])
+    assert workers.devices == (torch.device("cpu"),) * 2, "it did not grow"
+    assert ran == []

@@ -67,25 +67,6 @@ async def test_one_future_awaited_from_two_loops(other: str) -> None:
         future.set_result(5)
 
 
-@pytest.mark.anyio
-async def test_a_cancelled_await_leaves_the_future_to_another_loop() -> None:
-    future: Future[int] = Future()
-
-    async def give_up() -> None:
-        with anyio.move_on_after(0.01):
-            await future
-
-    async def read() -> None:
-        assert await future == 5
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(read)
-        await anyio.wait_all_tasks_blocked()
-        await anyio.to_thread.run_sync(asyncio.run, give_up())
-        assert not future.done()
-        future.set_result(5)
-
-
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts in /proc")
 @pytest.mark.parametrize("runner", _runners)
 def test_many_loops_after_each_other(workers: Workers, runner: str) -> None:
