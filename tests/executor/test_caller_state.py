@@ -112,20 +112,6 @@ async def test_captured_when_called_not_when_awaited(
     await assert_nothing_is_left(executor)
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("verb", ["run_sync", "submit", "submit_all", "fork", "parallel_apply"])
-@pytest.mark.parametrize("state", [state for state in STATES if "hooks" not in state][:-1])
-async def test_captured_for_every_kind_of_worker(
-    workers: aiopar.DeviceExecutor, verb: str, state: str
-) -> None:
-    with aiopar.use_executor(workers):
-        with STATES[state]():
-            expected = snapshot()
-            call = VERBS[verb]()
-        assert await seen_by(call) == expected
-    await assert_nothing_is_left(workers)
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("verb", COROUTINES)
 async def test_captured_for_another_task(verb: str, executor: aiopar.DeviceExecutor) -> None:
@@ -160,34 +146,23 @@ async def test_interleaved_tasks(executor: aiopar.DeviceExecutor) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_nested_call_has_the_state_of_the_outer_call() -> None:
-    def outer() -> list[dict[str, Any]]:
-        with torch.autocast("cpu", torch.float16):
-            inner = aiopar.fork(snapshot)
-        return [aiopar.wait(inner), snapshot()]
-
-    with torch.no_grad():
-        call = aiopar.run_sync(outer)
-    inner, after = await call
-    assert inner == PLAIN | {"grad": False, "autocast": True, "dtype": torch.float16}
-    assert after == PLAIN | {"grad": False}
-
-
-@pytest.mark.asyncio
-async def test_a_waiting_call_keeps_its_state() -> None:
+async def test_calls_within_a_call_have_states_of_their_own() -> None:
     def outer() -> list[Any]:
         plain = aiopar.fork(snapshot)
+        with torch.autocast("cpu", torch.float16):
+            inner = aiopar.fork(snapshot)
         with STATES["everything"](), torch.inference_mode():
             before = snapshot()
-            # There is one worker: the waiting call runs the other call inside itself.
-            return [aiopar.wait(plain), before, snapshot()]
+            # There is one worker: the waiting call runs the other calls inside itself.
+            return [*aiopar.wait_all([plain, inner]), snapshot() == before]
 
     async with aiopar.DeviceExecutor(["cpu"]) as one:
-        with aiopar.use_executor(one):
+        with aiopar.use_executor(one), torch.no_grad():
             call = one.run_sync(outer)
-        seen, before, after = await call
-    assert seen == PLAIN
-    assert after == before
+        plain, inner, unchanged = await call
+    assert plain == PLAIN | {"grad": False}
+    assert inner == PLAIN | {"grad": False, "autocast": True, "dtype": torch.float16}
+    assert unchanged
 
 
 def leave_behind() -> None:

@@ -34,9 +34,18 @@ def describe() -> tuple[int, int, torch.device]:
 
 @pytest.mark.asyncio
 async def test_every_call_is_a_replica(executor: aiopar.DeviceExecutor) -> None:
-    cpu = torch.device("cpu")
-    futures = executor.submit_all([describe, describe])
-    assert await asyncio.gather(*futures) == [(0, 2, cpu), (1, 2, cpu)]
+    """A forked call belongs to the replica; a nested gang has replicas of its own."""
+
+    def outer() -> list[tuple[int, int, torch.device]]:
+        own = describe()
+        forked = aiopar.wait(executor.submit(describe))
+        return [own, forked, *aiopar.wait_all(executor.submit_all([describe] * 2)), describe()]
+
+    first, second = ((index, 2, torch.device("cpu")) for index in range(2))
+    assert await asyncio.gather(*executor.submit_all([outer] * 2)) == [
+        [first, first, first, second, first],
+        [second, second, first, second, second],
+    ]
 
 
 @pytest.mark.asyncio
@@ -45,19 +54,6 @@ async def test_current_replica_outside_a_gang(executor: aiopar.DeviceExecutor) -
         current_replica()
     with pytest.raises(RuntimeError, match="outside of a parallel call"):
         await executor.submit(current_replica)
-
-
-@pytest.mark.asyncio
-async def test_calls_of_a_replica(executor: aiopar.DeviceExecutor) -> None:
-    """A forked call belongs to the replica; a nested gang has replicas of its own."""
-
-    def outer() -> tuple[int, list[int], int]:
-        forked = aiopar.wait(executor.submit(describe))
-        inner = aiopar.wait_all(executor.submit_all([describe, describe]))
-        return forked[0], [index for index, *_ in inner], current_replica().index
-
-    calls = executor.submit_all([outer] * 2)
-    assert await asyncio.gather(*calls) == [(0, [0, 1], 0), (1, [0, 1], 1)]
 
 
 @pytest.mark.asyncio

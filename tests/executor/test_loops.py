@@ -4,7 +4,6 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import CancelledError
 from typing import Any
 
 import anyio
@@ -131,29 +130,6 @@ def test_a_loop_closed_with_work_in_flight(workers: Workers, module: str) -> Non
 
 async def _call(executor: aiopar.DeviceExecutor) -> int:
     return await executor.run_sync(abs, -4)
-
-
-@pytest.mark.parametrize("runner", _runners)
-def test_a_run_that_ends_drops_queued_calls(workers: Workers, runner: str) -> None:
-    executor = workers.on(worker=0)
-    with Gate() as gate:
-        running, queued = executor.submit(AtHome(gate), 1), executor.submit(abs, -2)
-
-        async def main() -> None:
-            with anyio.CancelScope() as scope:
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_read, running)
-                    tasks.start_soon(_read, queued)
-                    await gate.entered()
-                    await anyio.wait_all_tasks_blocked()
-                    scope.cancel()
-
-        _runners[runner](main)
-        assert running.running()
-        with pytest.raises(CancelledError):
-            queued.result()
-        gate.open()
-        assert running.result() == 1
 
 
 async def _read(future: Future[int]) -> None:

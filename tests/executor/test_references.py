@@ -91,8 +91,8 @@ async def test_an_error_is_freed_after_it_was_caught(
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("verb", ["run_sync", "submit"])
-async def test_a_cancelled_await_frees_a_queued_call(
+@pytest.mark.parametrize("verb", ["run_sync", "submit", "cancel"])
+async def test_a_cancelled_call_that_is_queued_is_freed(
     executor: aiopar.DeviceExecutor, verb: str
 ) -> None:
     with Gate() as gate:
@@ -103,16 +103,18 @@ async def test_a_cancelled_await_frees_a_queued_call(
 
         async def wait() -> None:
             nonlocal fn, argument
-            call = getattr(executor, verb)(fn, argument)
+            call = getattr(executor, "submit" if verb == "cancel" else verb)(fn, argument)
             del fn, argument
-            await call
+            if verb == "cancel":
+                call.cancel()
+            else:
+                await call
 
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(wait)
-                await anyio.wait_all_tasks_blocked()
-                scope.cancel()
-        del tasks, scope
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(wait)
+            await anyio.wait_all_tasks_blocked()
+            tasks.cancel_scope.cancel()
+        del tasks
         gc.collect()  # the backend's own cycles
         assert _alive(references) == []
         assert not held.done()

@@ -28,29 +28,13 @@ async def test_returns_the_result_of_the_function(workers: Workers) -> None:
 
 
 @pytest.mark.anyio
-async def test_returns_tensors_on_their_devices(devices: tuple[torch.device, ...]) -> None:
-    async with aiopar.DeviceExecutor(devices) as executor:
-        total = await executor.run_sync(torch.ones(3, device=devices[0]).sum)
-        assert total.device == torch.empty(0, device=devices[0]).device
-        assert total.item() == 3
-
-
-@pytest.mark.anyio
 async def test_an_error_keeps_its_type(workers: Workers) -> None:
     with pytest.raises(LookupError, match="mine") as caught:
         await workers.run_sync(_fail, "mine")
     assert caught.value.args == ("mine",)
-    assert "in _fail" in "".join(traceback.format_exception(caught.value))
-
-
-@pytest.mark.anyio
-async def test_an_error_keeps_its_traceback() -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with pytest.raises(LookupError, match="mine") as caught:
-            await executor.run_sync(_fail, "mine")
-    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
-    assert frames[-1] == "_fail"
-    assert "_run_claimed" not in frames, "aiopar's own frames are left out"
+    shown = "".join(traceback.format_exception(caught.value))
+    assert "in _fail" in shown
+    assert "_run_claimed" not in shown, "aiopar's own frames are left out"
 
 
 @pytest.mark.anyio

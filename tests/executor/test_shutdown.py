@@ -3,17 +3,21 @@
 import asyncio
 import concurrent.futures
 import gc
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
 import anyio
 import pytest
+import torch
 
 import aiopar
 from aiopar.testing import Gate
 from tests.cancelling import cancel_while_held
+from tests.interruptions import at_every_point
 
 Held: TypeAlias = tuple[aiopar.DeviceExecutor, Gate]
 
@@ -221,3 +225,247 @@ def test_the_threads_of_a_dropped_executor_end() -> None:
     gc.collect()
     thread.join(10)
     assert not thread.is_alive()
+
+
+# An executor that drains: its running calls may submit others, which run too.
+
+
+def _four() -> int:
+    return 4
+
+
+def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
+    """Return 8, computed by two calls that this one submits."""
+    if verb == "fork":
+        return sum(aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]))
+    if verb == "submit":
+        return sum(aiopar.wait_all([executor.submit(_four) for _ in range(2)]))
+    if verb == "submit_all":
+        return sum(aiopar.wait_all(executor.submit_all([_four, _four])))
+    if verb == "run_sync":
+        return sum(aiopar.wait(aiopar.run_sync(_four)) for _ in range(2))
+    return sum(aiopar.wait(aiopar.parallel_apply([_four, _four], [(), ()])))
+
+
+@pytest.mark.parametrize("verb", ["fork", "submit", "submit_all", "run_sync", "parallel_apply"])
+def test_a_running_call_may_submit_others(verb: str) -> None:
+    executor = aiopar.DeviceExecutor(["cpu"] * 3)
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def call() -> int:
+            gate()
+            return _nested(verb, executor)
+
+        called = executor.submit(call)
+        gate.wait_entered()
+        executor.shutdown(wait=False)
+        with pytest.raises(aiopar.ExecutorShutdown):
+            executor.submit(str)
+        gate.open()
+        assert called.result(30) == 8
+    executor.shutdown()
+    assert sum(worker.completed for worker in executor.stats().workers) == 3
+
+
+def test_submitted_calls_may_submit_others(devices: tuple[torch.device, ...]) -> None:
+    """Also if no call waits for them: each call only submits the next one."""
+    for _ in range(20):
+        executor = aiopar.DeviceExecutor(devices)
+        last: aiopar.Future[int] = aiopar.Future()
+
+        def link(number: int, last: aiopar.Future[int]) -> None:
+            if number == 50:
+                last.set_result(number)
+            else:
+                aiopar.fork(link, number + 1, last)
+
+        with aiopar.use_executor(executor):
+            executor.submit(link, 0, last)
+        executor.shutdown()
+        assert last.done()
+        assert last.value() == 50
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_trees_of_calls_that_wait_for_their_children(workers: int) -> None:
+    def tree(level: int) -> int:
+        children = [aiopar.fork(tree, level - 1) for _ in range(2 if level else 0)]
+        return 1 + sum(map(aiopar.wait, children))
+
+    for _ in range(20):
+        executor = aiopar.DeviceExecutor(["cpu"] * workers, thread_name_prefix="trees")
+        with aiopar.use_executor(executor):
+            trees = [executor.submit(tree, 5) for _ in range(4)]
+        executor.shutdown()
+        assert [made.done() and made.value() for made in trees] == [63] * 4
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("trees")]
+
+
+def test_a_waiting_call_is_not_drained() -> None:
+    """Its worker runs all queued calls, but must not end before the waiting call."""
+    executor = aiopar.DeviceExecutor(["cpu"])
+    awaited: aiopar.Future[None] = aiopar.Future()
+
+    def call() -> int:
+        awaited.wait()
+        return aiopar.wait(aiopar.fork(pow, 2, 3))
+
+    with aiopar.use_executor(executor):
+        called = executor.submit(call)
+    executor.submit(str).result(30)  # on another thread, because the first one waits
+    executor.shutdown(wait=False)
+    awaited.set_result(None)
+    assert called.result(30) == 8
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_calls_that_the_closing_call_waits_for_may_submit(workers: int) -> None:
+    executor = aiopar.DeviceExecutor(["cpu"] * workers)
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def close() -> int:
+            gate()
+            executor.shutdown()
+            return sum(map(aiopar.wait, queued))
+
+        closed = executor.submit(close)
+        gate.wait_entered()
+        queued = [executor.submit(lambda: aiopar.wait(aiopar.fork(_four))) for _ in range(3)]
+        gate.open()
+        assert closed.result(30) == 12
+    executor.shutdown()
+
+
+def test_a_call_that_waits_for_the_closing_call_may_submit() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with aiopar.use_executor(executor):
+
+        def call() -> int:
+            aiopar.wait(aiopar.fork(executor.shutdown))  # runs inside this call
+            return aiopar.wait(aiopar.fork(_four))
+
+        assert executor.submit(call).result(30) == 4
+    executor.shutdown()
+
+
+def test_shutdown_in_a_call_of_another_executor_waits() -> None:
+    """The worker of that call stays free for calls that the shutdown needs."""
+    with aiopar.DeviceExecutor(["cpu"]) as outer:
+        inner = aiopar.DeviceExecutor(["cpu"])
+        with Gate() as gate:
+
+            def needs_outer() -> int:
+                gate()
+                return outer.submit(_four).result(30)
+
+            called = inner.submit(needs_outer)
+            gate.wait_entered()
+            closed = outer.submit(inner.shutdown)
+            gate.open()
+            closed.result(30)
+        assert called.result() == 4
+
+
+@pytest.mark.parametrize("when", ["then", "callback"])
+def test_callbacks_of_a_call_may_not_submit(when: str) -> None:
+    """Otherwise an executor whose callbacks submit the next call would never end."""
+    executor = aiopar.DeviceExecutor(["cpu"])
+    refused: aiopar.Future[BaseException] = aiopar.Future()
+
+    def follow(_: aiopar.Future[None]) -> None:
+        try:
+            executor.submit(str)
+        except RuntimeError as error:
+            refused.set_result(error)
+
+    with Gate() as gate:
+        called = executor.submit(gate)
+        gate.wait_entered()
+        add: Callable[..., object] = called.then if when == "then" else called.add_done_callback
+        add(follow)
+        executor.shutdown(wait=False)
+        gate.open()
+        assert isinstance(refused.result(30), aiopar.ExecutorShutdown)
+    executor.shutdown()
+
+
+def test_no_call_may_submit_after_queued_calls_were_cancelled() -> None:
+    executor = aiopar.DeviceExecutor(["cpu"])
+    with Gate() as gate, aiopar.use_executor(executor):
+
+        def call() -> None:
+            gate()
+            aiopar.fork(str)
+
+        called = executor.submit(call)
+        gate.wait_entered()
+        executor.shutdown(wait=False)
+        executor.shutdown(wait=False, cancel_futures=True)
+        gate.open()
+        with pytest.raises(aiopar.ExecutorShutdown):
+            called.result(30)
+    executor.shutdown()
+
+
+def test_a_closed_default_executor_does_not_grow() -> None:
+    """A new worker would never be stopped, and the next `shutdown` would hang."""
+    executor = aiopar.get_executor()
+    executor.shutdown()
+    with pytest.raises(aiopar.ExecutorShutdown):
+        executor.submit_all([str] * (len(executor.devices) + 1))
+    executor.shutdown()
+
+
+@pytest.mark.parametrize("verb", ["submit", "submit_all"])
+def test_a_cancelled_call_does_not_hold_up_the_drain(verb: str) -> None:
+    """Not even if the worker falls asleep in the middle of the cancellation."""
+    for interruption in at_every_point():
+        executor, gate = aiopar.DeviceExecutor(["cpu", "cpu"]), Gate()
+        view = executor.on(worker=0)
+        worker = view.submit(threading.current_thread).result(10)
+        view.submit(gate)
+        gate.wait_entered()
+        [queued] = view.submit_all([(abs, -1)]) if verb == "submit_all" else [view.submit(abs, -1)]
+
+        def drain(
+            executor: aiopar.DeviceExecutor = executor,
+            gate: Gate = gate,
+            worker: threading.Thread = worker,
+        ) -> None:
+            executor.shutdown(wait=False)
+            gate.open()
+            _until_at_rest(worker)
+
+        with interruption.by(drain):
+            queued.cancel()
+        gate.open()
+        executor.shutdown()
+
+
+def _until_at_rest(thread: threading.Thread) -> None:
+    """Return when `thread` has ended, or waits at one place."""
+    places: list[object] = []
+    while len(places) < 20 or len(set(places[-20:])) > 1:
+        frame = sys._current_frames().get(thread.ident or 0)
+        places.append(frame and (frame.f_code, frame.f_lasti))
+        time.sleep(0.0005)
+
+
+def test_a_generator_that_is_collected_at_any_point_of_a_shutdown() -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        yield 2
+
+    async def begin(executor: aiopar.DeviceExecutor) -> object:
+        iteration = executor.iterate(numbers, buffer=0)
+        await anext(iteration)
+        return iteration
+
+    for interruption in at_every_point():
+        executor = aiopar.DeviceExecutor(["cpu"])
+        begun = [asyncio.run(begin(executor))]
+        with interruption.by(begun.clear):
+            executor.shutdown(wait=False)
+        begun.clear()
+        executor.shutdown()

@@ -1,9 +1,10 @@
-"""Calls of CPU workers that launch on accelerators, or read from there."""
+"""Calls that launch on accelerators, or read from there."""
 
 import asyncio
 import copy
 import functools
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 import aiopar
 from aiopar._base.devices import _devices_of
+from aiopar.testing import Gate
 from tests import programs, simdevice
 
 pytestmark = pytest.mark.sim
@@ -251,3 +253,56 @@ def test_a_forked_child_forgets_the_streams_of_its_parent() -> None:
         print("done")
     """
     assert programs.run(program)[1:] == ("done\n", "")
+
+
+# Calls of accelerator workers end when their kernels have run.
+
+
+@pytest.fixture
+def executor() -> Iterator[aiopar.DeviceExecutor]:
+    with aiopar.DeviceExecutor(["sim:0"]) as executor:
+        yield executor
+        [stats] = executor.stats().workers
+        assert (stats.queued, stats.running) == (0, 0)
+
+
+def doubled(x: float) -> torch.Tensor:
+    return torch.full((2,), x, device="sim:0") * 2
+
+
+def test_without_a_completion_thread_the_worker_waits_for_kernels(
+    executor: aiopar.DeviceExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = Gate()
+    start = threading.Thread.start
+
+    def start_the_workers_only(thread: threading.Thread) -> None:
+        if thread.name.endswith("completions"):
+            tried()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patched, simdevice.paused():
+        patched.setattr("threading.Thread.start", start_the_workers_only)
+        future = executor.submit(doubled, 1.0)
+        tried.wait_entered()
+        tried.open()
+        assert not future.done(), "its kernels have not run"
+    assert future.result(10).tolist() == [2.0, 2.0]
+    assert executor.submit(doubled, 2.0).result(10).tolist() == [4.0, 4.0]
+
+
+@pytest.mark.parametrize("synchronize", [True, False])
+@pytest.mark.parametrize("step", ["bind_thread", "order_after", "result_events"])
+def test_an_error_of_the_device_reaches_the_awaiter(
+    step: str, synchronize: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("device-side assert triggered")
+
+    with aiopar.DeviceExecutor(["sim:0"], synchronize=synchronize) as executor:
+        with monkeypatch.context() as patched:
+            patched.setattr(f"aiopar.executor._streams.{step}", fail)
+            with pytest.raises(RuntimeError, match="device-side assert triggered"):
+                executor.submit(doubled, 1.0).result(10)
+        assert executor.submit(doubled, 1.0).result(10).tolist() == [2.0, 2.0]
