@@ -67,9 +67,12 @@ class Callers:
     async def _call(self, item: Any, options: dict[str, Any]) -> None:
         with anyio.CancelScope() as self._scopes[item]:
             try:
-                self.outcomes[item] = await self.batcher(item, **options)
+                self.outcomes[item] = await self._outcome(item, options)
             except Exception as error:  # noqa: BLE001  # to be looked at
                 self.outcomes[item] = error
+
+    async def _outcome(self, item: Any, options: dict[str, Any]) -> Any:
+        return await self.batcher(item, **options)
 
 
 class Busy(Callers):

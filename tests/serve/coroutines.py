@@ -7,10 +7,6 @@ import anyio
 import anyio.lowlevel
 from torch import Tensor
 
-from aiopar.serve import Batcher
-
-from .batches import Callers
-
 
 class Held:
     """A coroutine function that waits in each batch until it is let on."""
@@ -52,12 +48,3 @@ def coroutine(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
             del batch  # an error's traceback holds this frame
 
     return call
-
-
-async def called(batcher: Batcher[Any, Any], *items: Any) -> dict[Any, Any]:
-    """The results and errors of concurrent items."""
-    async with anyio.create_task_group() as tasks:
-        callers = Callers(batcher, tasks)
-        for item in items:
-            callers.call(item)
-    return callers.outcomes

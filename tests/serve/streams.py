@@ -1,9 +1,9 @@
 """Helpers for tests of streams: a generator function that records its events, and readers."""
 
 import threading
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Generator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from typing import Any
 
 import anyio
@@ -13,7 +13,7 @@ import anyio.lowlevel
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import LONG, current_executor, until
+from .batches import LONG, Callers, current_executor, until
 
 ENDLESS = 10**9
 
@@ -77,46 +77,25 @@ class Counting:
         return [(item, number) for item in batch]
 
 
-class Readers:
-    """Tasks that each read the stream of one item to its end; the item names the task."""
+class Readers(Callers):
+    """Tasks that each read the stream of one item to its end; the item names the task.
+
+    The outcome of a stream is its error, or None.
+    """
 
     def __init__(self, batcher: Batcher[Any, Any], tasks: anyio.abc.TaskGroup) -> None:
-        self.batcher = batcher
-        self.parts: dict[Any, list[Any]] = {}
-        self.ended: dict[Any, Exception | None] = {}
-        """The error of each stream that has ended, or None."""
-        self._tasks = tasks
-        self._scopes: dict[Any, anyio.CancelScope] = {}
+        super().__init__(batcher, tasks)
+        self.parts: defaultdict[Any, list[Any]] = defaultdict(list)
 
     def read(self, *items: Any, **options: Any) -> None:
         """Read these items in tasks."""
         for item in items:
-            self.parts[item] = []
-            self._tasks.start_soon(self._read, item, options)
+            self.call(item, **options)
 
-    async def queue(self, *items: Any, **options: Any) -> None:
-        """Read these items in tasks; wait until each is in the queue, in this order."""
-        for item in items:
-            waiting = self.batcher.stats().queued
-            self.read(item, **options)
-            await until(partial(self._more_wait_than, waiting))
-
-    def _more_wait_than(self, count: int) -> bool:
-        return self.batcher.stats().queued > count
-
-    def cancel(self, item: Any) -> None:
-        """Cancel the task that reads `item`."""
-        self._scopes[item].cancel()
-
-    async def _read(self, item: Any, options: dict[str, Any]) -> None:
-        with anyio.CancelScope() as self._scopes[item]:
-            try:
-                async for part in self.batcher.stream(item, **options):
-                    self.parts[item].append(part)
-            except Exception as error:  # noqa: BLE001  # to be looked at
-                self.ended[item] = error
-            else:
-                self.ended[item] = None
+    async def _outcome(self, item: Any, options: dict[str, Any]) -> None:
+        parts = self.parts[item]
+        async for part in self.batcher.stream(item, **options):
+            parts.append(part)
 
 
 @asynccontextmanager

@@ -229,44 +229,10 @@ async def test_the_running_step_is_cancelled_when_no_reader_is_left(
         async with anyio.create_task_group() as tasks:
             readers = Readers(batcher, tasks)
             readers.read(3, 4)
-        assert readers.ended == {3: None, 4: None}
+        assert readers.outcomes == {3: None, 4: None}
     assert len(waiting) == 2, "it is not split"
     assert ends.batches[0][1:] == (0, None)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
-
-
-@pytest.mark.parametrize("before", [0, 1])
-async def test_of_two_generators_of_a_batch_only_the_one_without_readers(before: int) -> None:
-    waiting: list[str] = []
-    closed: list[str] = []
-    may_go_on = anyio.Event()
-
-    async def fn(items: list[str]) -> AsyncIterator[list[str]]:
-        if len(items) == 2:
-            raise ValueError  # each alone
-        try:
-            for _ in range(before):
-                yield items
-            waiting.append(items[0])
-            await (anyio.sleep_forever() if items == ["hangs"] else may_go_on.wait())
-            yield items
-        finally:
-            closed.append(items[0])
-
-    async with Batcher(fn, **full(2)) as batcher:
-        async with anyio.create_task_group() as tasks:
-            readers = Readers(batcher, tasks)
-            await readers.queue("hangs")
-            readers.read("goes on")
-            await until(lambda: "hangs" in waiting)
-            readers.cancel("hangs")
-            await until(lambda: closed == ["hangs"])
-            await until(lambda: "goes on" in waiting)
-            may_go_on.set()
-        assert readers.ended == {"goes on": None}
-        assert readers.parts["goes on"] == ["goes on"] * (before + 1)
-        await idle(batcher)
-    assert closed == ["hangs", "goes on"]
 
 
 @on_asyncio

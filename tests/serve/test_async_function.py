@@ -19,7 +19,7 @@ from aiopar.serve import Batcher
 from tests import simdevice
 
 from .batches import LONG, Callers, current_executor, on_asyncio, outcomes_of, until
-from .coroutines import Held, called, double
+from .coroutines import Held, double
 from .streams import full
 
 pytestmark = pytest.mark.anyio
@@ -68,8 +68,8 @@ KINDS: dict[str, Any] = {
 async def test_callables_that_are_awaited(kind: str) -> None:
     async with Batcher(KINDS[kind], max_batch_size=3, max_queue_delay=LONG) as batcher:
         items = [torch.full((2,), float(n)) for n in range(3)]
-        outcomes = await called(batcher, *items)
-        assert [outcomes[item].tolist() for item in items] == [[0, 0], [2, 2], [4, 4]]
+        outcomes = await outcomes_of(batcher, items)
+        assert [outcome.tolist() for outcome in outcomes] == [[0, 0], [2, 2], [4, 4]]
         assert batcher.stats().batch_sizes == {3: 1}
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
+from aiopar.serve import Batcher, ReplicaPool
 from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import MakeWorkers, Workers
 
 from .batches import Callers, Recorder, busy, on_asyncio, open_batcher, outcomes_of, until
+from .test_observer import Watcher
 
 pytestmark = pytest.mark.anyio
 
@@ -184,6 +185,7 @@ async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(
 ) -> None:
     async with busy(workers=workers) as callers:
         batcher = callers.batcher
+        batcher.add_observer(watcher := Watcher())
         await callers.queue(1)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(partial(batcher.aclose, drain=drain))
@@ -197,6 +199,7 @@ async def test_opened_again_it_serves_and_nothing_is_left_of_the_first_run(
             assert batcher.stats() == Batcher(str).stats()
             assert await batcher(3) == "3"
             assert batcher.stats().completed == 1
+        assert list(watcher.batches[-1].items) == [watcher.of("completed")[-1][0]], "observers stay"
         assert not batcher.ready
         with pytest.raises(aiopar.ServiceClosed):
             await batcher(4)
@@ -228,23 +231,6 @@ async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
     served = {"first", 1} if not how else set()
     assert {item for item, outcome in callers.outcomes.items() if not closed(outcome)} == served
     assert callers.runs[-1] == ["again"]
-
-
-async def test_opened_again_it_keeps_its_observers() -> None:
-    batcher, seen = Batcher(Recorder(), collate_fn=list), list[int]()
-
-    class Sizes(BatchObserver):
-        def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-            seen.append(len(batch.items))
-
-    batcher.add_observer(observer := Sizes())
-    for _ in range(2):
-        async with batcher:
-            await batcher(1)
-    batcher.remove_observer(observer)
-    async with batcher:
-        await batcher(1)
-    assert seen == [1, 1]
 
 
 @on_asyncio

@@ -11,7 +11,7 @@ import pytest
 import aiopar
 from tests.workers import Workers
 
-from .batches import LONG, Busy, Recorder, busy, open_batcher, until
+from .batches import LONG, Busy, Recorder, busy, on_asyncio, open_batcher, until
 from .streams import idle
 
 pytestmark = pytest.mark.anyio
@@ -36,10 +36,6 @@ CLOSE = 0.4
 """A timeout whose deadline is closer than that."""
 
 
-on_one_loop = pytest.mark.parametrize("anyio_backend", ["asyncio"])
-"""Batches that take long make these tests slow, and the loop does not matter."""
-
-
 @asynccontextmanager
 async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
     """All eight runners are held; their latest and their running batches take long."""
@@ -57,7 +53,7 @@ async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
         yield callers
 
 
-@on_one_loop
+@on_asyncio
 @pytest.mark.parametrize(
     ("options", "waiting", "runs"),
     [

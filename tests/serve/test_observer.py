@@ -11,7 +11,7 @@ import anyio
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from torch import Tensor, nn
+from torch import nn
 
 import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo, PrometheusMetrics, ReplicaPool
@@ -234,20 +234,6 @@ async def test_removed_observer_still_sees_the_end_of_its_items() -> None:
         await callers.batcher(3)
     assert leaving.names == ["enqueue", "completed"]
     assert staying.names == ["enqueue", *A_BATCH, "completed"]
-
-
-async def test_function_sees_state_that_an_observer_sets() -> None:
-    class Modes(BatchObserver):
-        def compute(self, batch: BatchInfo, size: int) -> None:
-            torch.set_grad_enabled(False)
-
-    def fn(batch: Tensor) -> list[bool]:
-        return [torch.is_grad_enabled()] * len(batch)
-
-    async with Batcher(fn) as batcher:
-        assert await batcher(torch.ones(1))
-        batcher.add_observer(Modes())
-        assert not await batcher(torch.ones(1))
 
 
 @pytest.mark.parametrize("given", [print, None, Watcher, aiopar.ExecutorObserver()])

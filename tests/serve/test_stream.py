@@ -16,7 +16,7 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests import simdevice
 
-from .batches import LONG, current_executor, until
+from .batches import current_executor, until
 from .streams import (
     ENDLESS,
     Counting,
@@ -33,9 +33,6 @@ from .streams import (
 pytestmark = pytest.mark.anyio
 
 
-Devices = tuple[torch.device, ...]
-
-
 # Parts.
 
 
@@ -46,33 +43,10 @@ async def test_each_reads_its_own_part_of_each_step(kind: str) -> None:
             readers = Readers(batcher, tasks)
             readers.read("a", "b", "c")
         assert readers.parts == {item: counted(item, 40) for item in "abc"}
-        assert readers.ended == dict.fromkeys("abc"), "the generator's end is that of all"
+        assert readers.outcomes == dict.fromkeys("abc"), "the generator's end is that of all"
     assert list(map(sorted, counting.batches)) == [["a", "b", "c"]]
     assert len(counting.steps) == 40
     assert len(counting.closed) == 1
-
-
-async def test_items_are_collated_and_outputs_taken_apart_as_otherwise(devices: Devices) -> None:
-    def double(batch: dict[str, Tensor]) -> Iterator[dict[str, Any]]:
-        x = batch["x"]
-        for _ in range(4):
-            x = x * 2
-            yield {"y": x, "n": ["text"] * len(x)}
-
-    async with current_executor(devices):
-        batcher = Batcher(double, max_batch_size=2, max_queue_delay=LONG)
-        items = {n: {"x": torch.full((2,), float(n), device=devices[0])} for n in (1, 3)}
-        found: dict[int, list[Any]] = {}
-
-        async def read(n: int) -> None:
-            parts = [part async for part in batcher.stream(items[n])]
-            found[n] = [(part["y"].tolist(), part["n"]) for part in parts]
-
-        async with batcher, anyio.create_task_group() as tasks:
-            for n in items:
-                tasks.start_soon(read, n)
-    for n in items:
-        assert found[n] == [([n * 2.0**k] * 2, "text") for k in range(1, 5)]
 
 
 @pytest.mark.sim

@@ -12,7 +12,7 @@ import aiopar
 from aiopar.serve import Batcher
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
-from .batches import until
+from .batches import LONG, until
 from .streams import ENDLESS, Counting, Readers, counted, full, idle, one_worker, read_all, settled
 
 pytestmark = pytest.mark.anyio
@@ -171,7 +171,7 @@ async def test_a_scope_of_an_async_generator_that_is_cancelled_ends_nothing_else
 async def test_an_error_in_the_block_of_the_batcher_ends_them(kind: str) -> None:
     counting = Counting(ENDLESS)
     with suppress(ZeroDivisionError):
-        async with Batcher(counting.of(kind), collate_fn=list) as batcher:
+        async with Batcher(counting.of(kind), collate_fn=list, read_timeout=LONG) as batcher:
             stream = batcher.stream("a")
             await anext(stream)
             raise ZeroDivisionError

@@ -51,8 +51,8 @@ async def test_before_the_first_part_only_the_bad_item_fails(kind: str) -> None:
             readers.read("bad", *range(7))
             # The parts of the split batch do not wait for each other's end either.
             await until(lambda: all(len(readers.parts[n]) > 20 for n in range(7)))
-            await until(lambda: bool(readers.ended))
-            [(item, error)] = readers.ended.items()
+            await until(lambda: bool(readers.outcomes))
+            [(item, error)] = readers.outcomes.items()
             assert (item, type(error)) == ("bad", Bad)
             assert error is not None
             assert error.__notes__ == ["raised by one item of a batch of 8"]
@@ -90,7 +90,7 @@ async def test_after_the_first_part_all_get_the_error(kind: str) -> None:
             readers.read("bad", "good")
         parts = {item: counted(item, 2) for item in ("bad", "good")}
         assert readers.parts == parts
-        assert {type(error) for error in readers.ended.values()} == {Bad}
+        assert {type(error) for error in readers.outcomes.values()} == {Bad}
         await idle(batcher)
         assert [await anext(slow), await anext(slow)] == counted("slow", 2), "first its parts"
         with pytest.raises(Bad) as caught:
@@ -113,7 +113,7 @@ async def test_outputs_that_do_not_match_the_batch_are_everybodys_error(kind: st
             readers = Readers(batcher, tasks)
             readers.read(*range(4))
         assert readers.parts == {item: counted(item, at) for item in range(4)}
-        for error in readers.ended.values():
+        for error in readers.outcomes.values():
             assert isinstance(error, aiopar.OutputMismatch)
             assert str(error) == "unbatch_fn returned 3 outputs for a batch of 4 items"
         await idle(batcher)
@@ -159,7 +159,7 @@ async def test_out_of_memory_is_learned_from(kind: str, at: int) -> None:
                 break
             # Before the first part, halves are tried; later it is too late for that.
             assert sizes == ([4, 2, 2] if at == 0 else [4])
-            errors = {type(error) for error in readers.ended.values()}
+            errors = {type(error) for error in readers.outcomes.values()}
             assert errors == {type(None) if at == 0 else torch.OutOfMemoryError}
         assert sizes == [2, 2]
         assert readers.parts == {item: counted(item, 3) for item in (1, 2, 3, 4)}
@@ -232,6 +232,6 @@ async def test_a_kernel_that_fails_late_is_everybodys_error(at: int) -> None:
             readers.read(*torch.zeros(2, 3, device="sim:0").unbind())
         for parts in readers.parts.values():
             assert len(parts) == at
-        for error in readers.ended.values():
+        for error in readers.outcomes.values():
             assert "the kernel failed" in str(error)
     assert closed == ["aiopar-sim:0-0"]

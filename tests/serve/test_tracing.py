@@ -1,6 +1,5 @@
 """`OpenTelemetryTracing`: spans of batchers, recorded by the real SDK."""
 
-import contextvars
 import gc
 import sys
 import weakref
@@ -251,9 +250,6 @@ async def test_only_traced_batchers_make_spans_by_default_with_the_global_provid
 # Streams: the current span in the steps of a generator.
 
 
-_VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable")
-
-
 def current() -> SpanContext:
     return get_current_span().get_span_context()
 
@@ -328,31 +324,6 @@ async def test_span_that_is_open_across_a_yield_stays_current(kind: str) -> None
     assert traces.one("held").parent == compute
     assert seen[:2] == held * 2
     assert [span.get_span_context() for span in seen[2:]] == [compute]
-
-
-async def test_tracing_does_not_change_the_state_of_a_generator(kind: str) -> None:
-    seen: list[tuple[bool, str, int]] = []
-
-    def generate(batch: list[Any]) -> Generator[list[Any]]:
-        for number in range(2):
-            device = torch.empty(0).device.type
-            seen.append((torch.is_grad_enabled(), device, _VARIABLE.get()))
-            _VARIABLE.set(number)
-            yield batch
-
-    _VARIABLE.set(7)
-    with torch.no_grad(), torch.device("meta"):
-        batcher = Batcher(of_kind(kind, generate), collate_fn=list)
-    _VARIABLE.set(8)
-    async with batcher:
-        for traced in (False, True):
-            if traced:
-                Traces().trace(batcher)
-            assert await read_all(batcher.stream("a")) == ["a"] * 2
-            await idle(batcher)
-            assert seen == [(False, "meta", 7), (False, "meta", 0)]
-            seen.clear()
-    assert (torch.is_grad_enabled(), _VARIABLE.get()) == (True, 8)
 
 
 async def test_compute_is_the_current_span_only_in_the_generator(kind: str) -> None:
