@@ -29,7 +29,6 @@ from starlette.websockets import WebSocket
 
 import aiopar
 from aiopar.asgi import DisconnectMiddleware, cancel_on_disconnect, install, lifespan
-from aiopar.testing import Gate
 
 from .hall import Hall
 
@@ -47,13 +46,6 @@ def say(event: str, /, **details: Any) -> None:
 
 
 HALL = Hall("hall", say)
-GATE = Gate(timeout=120)
-BATCHER = aiopar.Batcher(GATE, collate_fn=list)
-ERRORS = {
-    "overloaded": aiopar.Overloaded("32 wait", estimated_wait=1.2),
-    "deadline": aiopar.DeadlineExceeded("no result in 1 s"),
-    "value": ValueError("a bug"),
-}
 
 
 async def echo(request: Request) -> Response:
@@ -81,40 +73,6 @@ async def wait(request: Request) -> Response:
     except anyio.get_cancelled_exc_class():
         say("cancelled", name=name)
         raise
-    return PlainTextResponse(name)
-
-
-async def compute(request: Request) -> Response:
-    """On a worker, until the gate is opened."""
-    name = request.query_params["name"]
-    await cancel_on_disconnect()
-    say("entered", name=name)
-    try:
-        await aiopar.run_sync(GATE, abandon_on_cancel=True)
-    except anyio.get_cancelled_exc_class():
-        say("cancelled", name=name)
-        raise
-    return PlainTextResponse(name)
-
-
-async def batched(request: Request) -> Response:
-    """Waits for a batcher, until the gate is opened; its cleanup awaits."""
-    name = request.query_params["name"]
-    say("entered", name=name)
-    try:
-        await BATCHER(name)
-    finally:
-        await anyio.sleep(0.01)
-        say("released", name=name)
-    return PlainTextResponse(name)
-
-
-async def stay(request: Request) -> Response:
-    """Waits in the hall, also if the client disconnects."""
-    name = request.query_params["name"]
-    say("entered", name=name)
-    await HALL.wait()
-    say("stayed", name=name)
     return PlainTextResponse(name)
 
 
@@ -160,24 +118,13 @@ async def stream(request: Request) -> Response:
     return _Stream(parts())
 
 
-async def fail(request: Request) -> Response:
-    say("failing", name=request.path_params["name"])
-    raise ERRORS[request.path_params["name"]]
-
-
-async def refuse(websocket: WebSocket) -> None:
-    """Before it is accepted."""
-    raise ERRORS[websocket.path_params["name"]]
-
-
 async def wait_connected(websocket: WebSocket) -> None:
     """In the hall; then fail."""
     await websocket.accept()
-    name = websocket.path_params["name"]
-    say("entered", name=name)
+    say("entered", name="connected")
     await HALL.wait()
-    say("failed", name=name)
-    raise ERRORS[name]
+    say("failed", name="connected")
+    raise aiopar.DeadlineExceeded("no result in 1 s")
 
 
 class Around(BaseHTTPMiddleware):
@@ -204,17 +151,12 @@ def make_app(options: Options) -> Starlette:
             Route("/echo", echo, methods=["POST"]),
             Route("/read-slowly", read_slowly, methods=["POST"]),
             Route("/wait", wait, methods=["GET", "POST"]),
-            Route("/compute", compute),
-            Route("/batched", batched),
-            Route("/stay", stay),
             Route("/stuck", stuck),
             Route("/work", work),
             Route("/let-out", let_out, methods=["POST"]),
             Route("/stream", stream),
-            Route("/fail/{name}", fail),
             Route("/state", state),
-            WebSocketRoute("/refuse/{name}", refuse),
-            WebSocketRoute("/wait-connected/{name}", wait_connected),
+            WebSocketRoute("/wait-connected", wait_connected),
         ],
         lifespan=lifespan(
             HALL,

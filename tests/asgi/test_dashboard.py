@@ -165,17 +165,6 @@ async def test_delay_of_the_loop_is_measured() -> None:
         assert sample["loop_delay"] > 0.2
 
 
-@pytest.mark.anyio
-async def test_open_page_ends_with_the_lifespan() -> None:
-    app = await _app()
-    page = _Page()
-    async with anyio.create_task_group() as tasks, app.router.lifespan_context(app):
-        tasks.start_soon(page.serve, app)
-        await page.sampled(1)
-    assert page.samples[0]["unready"] is None
-    assert page.samples[-1]["unready"] == "no lifespan of aiopar runs on this application"
-
-
 @pytest.mark.asyncio
 async def test_without_a_lifespan_each_request_gets_one_sample() -> None:
     page = _Page()

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
@@ -77,20 +77,6 @@ def test_page_shows_a_service_under_load_until_its_end(browser: Browser) -> None
         expect(page.get_by_role("status")).to_have_text("No connection")
         page.close()
         served.ended()
-
-
-def test_page_is_light_and_dark_and_as_wide_as_its_window(browser: Browser) -> None:
-    colours = set()
-    with Served(serve_under_load) as served:
-        for width in (390, 1280):
-            scheme: Literal["light", "dark"] = "dark" if width == 390 else "light"
-            page = browser.new_page(color_scheme=scheme, viewport={"width": width, "height": 844})
-            page.goto(f"http://127.0.0.1:{served.port}/aiopar")
-            expect(_card(page, "Answered").locator(".value")).to_have_text(re.compile("^[1-9]"))
-            assert _width(page) == width
-            colours.add(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-            page.close()
-    assert len(colours) == 2
 
 
 # With known samples.
@@ -193,11 +179,10 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
     ]
     host = {"name": "process:0/cpu", "node": "alpha", "pid": 4242}
     workers = [
-        _worker("cuda:0", running=1, completed=10, busy_seconds=3.5),
         _worker("process:0/cpu", host=host, queued=4),
         _worker("cpu", running=1),  # one call that takes long
     ]
-    idle = [_worker("cuda:0"), _worker("process:0/cpu"), _worker("cpu", running=1)]
+    idle = [_worker("process:0/cpu"), _worker("cpu", running=1)]
     _show(
         page,
         served,
@@ -214,7 +199,7 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
         ),
     )
     expect(page.get_by_role("status")).to_have_text("Not ready: ReplicaPool (resource 0)")
-    expect(_card(page, "Busy workers").locator(".value")).to_have_text("2 of 3")
+    expect(_card(page, "Busy workers").locator(".value")).to_have_text("1 of 2")
     first = _card(page, "Replica 0, cuda:0")
     expect(first).to_contain_text("In service")
     # 51 calls in 7 seconds
@@ -226,11 +211,10 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("Being rebuilt")
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("rebuilt 2 times")
     expect(_card(page, "Replica 2, cuda:1")).to_contain_text("Device lost")
-    busy = [("Worker 0, cuda:0", "50"), ("Worker 1, process:0/cpu", "0"), ("Worker 2, cpu", "100")]
-    for title, share in busy:
+    for title, share in (("Worker 0, process:0/cpu", "0"), ("Worker 1, cpu", "100")):
         expect(_card(page, title).locator(".value")).to_have_text(re.compile(rf"^{share}\s%$"))
         expect(_card(page, title)).to_contain_text("Idle" if share == "0" else "Busy")
-    expect(_card(page, "Worker 1, process:0/cpu")).to_contain_text("process 4242 on alpha")
+    expect(_card(page, "Worker 0, process:0/cpu")).to_contain_text("process 4242 on alpha")
 
 
 def test_names_are_shown_as_text(page: Page, served: Served) -> None:

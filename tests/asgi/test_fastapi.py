@@ -8,7 +8,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import pytest
 import torch
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
 from fastapi.testclient import TestClient
 from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 
@@ -21,7 +21,6 @@ from aiopar.fastapi import (
     lifespan,
     responses,
 )
-from aiopar.serve import BatcherStats, PoolStats
 from aiopar.testing import Gate
 from tests.asgi.wire import Wire, get
 
@@ -55,50 +54,6 @@ def test_endpoint_in_a_thread_awaits_a_batcher() -> None:
 
     with TestClient(app) as client:
         assert client.get("/twice/4").json() == 8
-
-
-def test_application_and_router_may_each_have_a_lifespan() -> None:
-    def service(name: str) -> tuple[aiopar.ReplicaPool[Any], aiopar.Batcher[Any, Any]]:
-        pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], name=name)
-        return pool, aiopar.Batcher(pool)
-
-    (_, ours), (pool, theirs) = service("ours"), service("theirs")
-    router = APIRouter(lifespan=lifespan(pool, theirs, gc_freeze=False))
-    app = FastAPI(lifespan=lifespan(ours, gc_freeze=False))
-    install(app)
-
-    @app.get("/app")
-    async def of_app() -> int:
-        return len(await ours(torch.ones(2)))
-
-    @router.get("/router")
-    async def of_router() -> int:
-        return len(await theirs(torch.ones(2)))
-
-    app.include_router(router)
-    for _ in range(2):
-        with TestClient(app) as client:
-            assert client.get("/readyz").json() == {"status": "ready"}
-            assert [client.get(path).json() for path in ("/app", "/router")] == [3, 3]
-        assert not theirs.ready
-        assert not ours.ready
-
-
-def test_statistics_can_be_a_response() -> None:
-    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"], warmup=torch.ones(1, 2))
-    batcher = aiopar.Batcher(pool)
-    app = FastAPI(lifespan=lifespan(pool, batcher, gc_freeze=False))
-
-    @app.get("/stats")
-    async def stats() -> tuple[PoolStats, BatcherStats]:
-        await batcher(torch.ones(2))
-        return pool.stats(), batcher.stats()
-
-    with TestClient(app) as client:
-        of_pool, of_batcher = client.get("/stats").json()
-    [replica] = of_pool["replicas"]
-    assert (replica["device"], replica["state"], replica["completed"]) == ("cpu", "ready", 1)
-    assert (of_batcher["completed"], of_batcher["batch_sizes"]) == (1, {"1": 1})
 
 
 def test_error_responses_are_documented() -> None:

@@ -25,7 +25,6 @@ import aiopar
 from aiopar.asgi import Resource, install, lifespan
 from aiopar.testing import Gate
 
-from .hall import Hall
 from .wire import Wire, get
 
 _Endpoint = Callable[[WebSocket], Awaitable[None]]
@@ -154,22 +153,12 @@ async def test_lone_surrogate_in_an_error_is_escaped() -> None:
     assert (answer.status, answer.json) == (422, {"detail": r"no word: \ud83d"})
 
 
-def test_lone_surrogate_in_the_reason_of_a_close_is_escaped() -> None:
-    app = _app_of_websockets(aiopar.InvalidInput("no word: \ud83d"))
-    with (
-        pytest.raises(WebSocketDisconnect) as closed,
-        TestClient(app).websocket_connect("/later") as websocket,
-    ):
-        websocket.receive_text()
-    assert (closed.value.code, closed.value.reason) == (1007, r"no word: \ud83d")
-
-
 @pytest.mark.parametrize("path", ["/later", "/class", "/mounted/later"])
 @pytest.mark.parametrize(
     ("error", "code"),
     [
         (aiopar.Overloaded("é" * 100, estimated_wait=1.0), 1013),
-        (aiopar.InvalidInput("expected 3 features"), 1007),
+        (aiopar.InvalidInput("no word: \ud83d"), 1007),
     ],
 )
 def test_accepted_websockets_are_closed(path: str, error: Exception, code: int) -> None:
@@ -180,7 +169,7 @@ def test_accepted_websockets_are_closed(path: str, error: Exception, code: int) 
         websocket.receive_text()
     assert closed.value.code == code
     # A close frame holds 123 bytes of it. No character is cut in two.
-    assert closed.value.reason == str(error)[:61]
+    assert closed.value.reason == str(error).replace("\ud83d", r"\ud83d")[:61]
 
 
 @pytest.mark.parametrize("path", ["/at-once", "/mounted/at-once"])
@@ -294,27 +283,6 @@ async def test_health_routes_follow_startup_and_shutdown() -> None:
     assert (await get(app, "/readyz")).json == no_lifespan
 
 
-def _say_nothing(event: str, /, **details: object) -> None:
-    pass
-
-
-@pytest.mark.anyio
-async def test_health_routes_follow_the_resources() -> None:
-    app = Starlette()
-    install(app)
-    halls = [Hall(name, _say_nothing) for name in ("first", "second")]
-    async with lifespan(*halls, gc_freeze=False)(app):
-        halls[1].ready = False
-        assert await _health(app) == (200, 503)
-        assert (await get(app, "/readyz")).json == {"detail": "not ready: Hall (resource 1)"}
-        halls[1].alive = False
-        assert await _health(app) == (503, 503)
-        dead = {"detail": "never to serve again: Hall (resource 1)"}
-        assert (await get(app, "/healthz")).json == dead
-        halls[1].ready = halls[1].alive = True
-        assert await _health(app) == (200, 200)
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["pool", "batcher of a pool", "batcher", "executor"])
 async def test_resource_whose_workers_are_all_stuck_is_not_ready(kind: str) -> None:
@@ -374,18 +342,6 @@ async def test_routes_do_not_wait_for_def_endpoints(path: str) -> None:
                 assert (await get(app, path)).status == 200
 
 
-@pytest.mark.anyio
-async def test_metrics_of_a_registry_are_shown() -> None:
-    registry = prometheus_client.CollectorRegistry()
-    prometheus_client.Counter("embedded_texts", "Texts.", registry=registry).inc(3)
-    app = Starlette()
-    install(app, registry=registry)
-    response = await get(app, "/metrics")
-    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-    assert "embedded_texts_total 3.0" in response.text
-    assert "python_info" not in response.text  # a metric of the default registry
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("accept", "content_type"),
@@ -412,26 +368,6 @@ async def test_metrics_have_the_requested_format(accept: str, content_type: str)
     assert dict(start["headers"])[b"content-type"].decode().startswith(content_type)
     exemplar = b'embedded_texts_total 3.0 # {trace_id="abc"} 3.0 '
     assert (exemplar in body["body"]) == ("openmetrics" in content_type)
-
-
-@pytest.mark.asyncio
-async def test_metrics_can_be_requested_by_name() -> None:
-    registry = prometheus_client.CollectorRegistry()
-    for name in ("embedded_texts", "embedded_tokens", "searches"):
-        prometheus_client.Counter(name, "Of something.", registry=registry)
-    app = Starlette()
-    install(app, registry=registry)
-    query = "name[]=searches_total&name[]=embedded_texts_total"
-    response = await get(app, f"/metrics?{query}")
-    found = {line for line in response.text.splitlines() if "_total " in line and line[0] != "#"}
-    assert found == {"embedded_texts_total 0.0", "searches_total 0.0"}
-
-
-@pytest.mark.asyncio
-async def test_default_registry_is_shown() -> None:
-    app = Starlette()
-    install(app)
-    assert "python_info" in (await get(app, "/metrics")).text
 
 
 def _paths(app: Starlette) -> list[str]:

@@ -70,17 +70,19 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("first", ["pool", "batcher"])
-async def test_batcher_is_drained_before_its_pool(first: str) -> None:
+@pytest.mark.parametrize("first", ["executor", "batcher"])
+async def test_batcher_is_drained_before_its_pool_and_executor(first: str) -> None:
     class Doubling(torch.nn.Module):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return gate(batch * 2)
 
     gate = Gate()
-    pool = aiopar.ReplicaPool(Doubling(), ["cpu"])
+    executor = aiopar.DeviceExecutor(["cpu"])
+    pool = aiopar.ReplicaPool(Doubling(), executor=executor)
     batcher = aiopar.Batcher(pool, max_batch_size=1)
     app = Starlette()
-    run = lifespan(*((pool, batcher) if first == "pool" else (batcher, pool)))
+    given = executor, pool, batcher
+    run = lifespan(*(given if first == "executor" else given[::-1]))
     results: list[float] = []
 
     async def call(item: float) -> None:
@@ -95,20 +97,7 @@ async def test_batcher_is_drained_before_its_pool(first: str) -> None:
                 await anyio.lowlevel.checkpoint()
             tasks.start_soon(_when, lambda: not batcher.ready, gate.open)
     assert sorted(results) == [0, 2, 4]
-
-
-@pytest.mark.anyio
-async def test_equal_resources_are_not_mixed_up(events: Events) -> None:
-    class Equal(Hall):
-        def __eq__(self, other: object) -> bool:
-            return isinstance(other, Equal)
-
-        __hash__ = None  # type: ignore[assignment]
-
-    halls = [Equal(name, events) for name in ("a", "b")]
-    pool = aiopar.ReplicaPool(torch.nn.Linear(1, 1), ["cpu"])
-    async with lifespan(halls[0], aiopar.Batcher(pool), halls[1])(Starlette()):
-        assert [hall.ready for hall in halls] == [True, True]
+    assert [one.ready for one in given] == [False] * 3
 
 
 async def _when(condition: Callable[[], bool], then: Callable[[], None]) -> None:
@@ -187,52 +176,6 @@ async def test_resource_that_fails_to_close_does_not_stop_the_drain_of_others(
             pass
     closed = [said[1:] for said in events.said if said[0] == "closing"]
     assert closed == [("third", "drained"), ("second", "drained"), ("first", "drained")]
-
-
-@pytest.mark.anyio
-async def test_second_startup_that_fails_does_not_drain(events: Events) -> None:
-    """The first start has served; the second has not."""
-
-    @asynccontextmanager
-    async def own(app: Starlette) -> AsyncIterator[None]:
-        if len(events.said) > 1:
-            raise LookupError("the second time")
-        yield
-
-    app, [hall] = Starlette(), _halls(events, "hall")
-    runs = lifespan(hall, app_lifespan=own, gc_freeze=False)
-    async with runs(app):
-        pass
-    with pytest.raises(LookupError, match="the second time"):
-        async with runs(app):
-            pytest.fail("it has started")
-    assert events.said[1::2] == [("closing", "hall", "drained"), ("closing", "hall", "dropped")]
-
-
-@pytest.mark.anyio
-async def test_accepted_items_are_computed_when_the_shutdown_fails() -> None:
-    @asynccontextmanager
-    async def own(app: Starlette) -> AsyncIterator[None]:
-        yield
-        gate.open()
-        raise LookupError("shutdown")
-
-    async def ask(item: int) -> None:
-        answers.append(await batcher(item))
-
-    async def serve() -> None:
-        async with lifespan(batcher, app_lifespan=own, gc_freeze=False)(Starlette()):
-            for item in range(3):
-                tasks.start_soon(ask, item)
-            while (stats := batcher.stats()).in_flight + stats.queued < 3:
-                await anyio.lowlevel.checkpoint()
-
-    gate, answers = Gate(), list[int]()
-    batcher = aiopar.Batcher(gate, max_batch_size=1, collate_fn=list, unbatch_fn=list)
-    async with anyio.create_task_group() as tasks:
-        with pytest.raises(LookupError, match="shutdown"):
-            await serve()
-    assert sorted(answers) == [0, 1, 2]
 
 
 @pytest.mark.anyio
@@ -315,35 +258,6 @@ async def test_several_lifespans_of_an_application_have_their_own_resources(
         *(("closing", name) for name in ("third", "second", "first")),
     ]
     assert (await get(app, "/readyz")).status == 503
-
-
-@pytest.mark.anyio
-async def test_application_is_not_ready_while_its_second_lifespan_starts(events: Events) -> None:
-    app, [first, second] = Starlette(), _halls(events, "first", "second")
-    install(app, metrics=None)
-
-    @asynccontextmanager
-    async def own(app: Starlette) -> AsyncIterator[None]:
-        assert (await get(app, "/readyz")).json == {"detail": "not started, or closing"}
-        yield
-        assert (await get(app, "/readyz")).json == {"detail": "not started, or closing"}
-
-    async with (
-        lifespan(first, gc_freeze=False)(app),
-        lifespan(second, app_lifespan=own, gc_freeze=False)(app),
-    ):
-        assert (await get(app, "/readyz")).status == 200
-
-
-@pytest.mark.anyio
-async def test_second_lifespan_that_fails_leaves_the_first(events: Events) -> None:
-    app, [first] = Starlette(), _halls(events, "first")
-    install(app, metrics=None)
-    second = Hall("second", events, opens=False)
-    async with lifespan(first, gc_freeze=False)(app):
-        with pytest.raises(OSError, match="second does not open"):
-            await lifespan(second, gc_freeze=False)(app).__aenter__()
-        assert (await get(app, "/readyz")).status == 200
 
 
 # Resources that are added while the application serves.
@@ -461,27 +375,6 @@ async def test_resource_that_opens_while_the_application_closes_is_closed(events
 # Starting again.
 
 
-def test_application_can_start_again(events: Events) -> None:
-    async def endpoint(request: Request) -> Response:
-        return PlainTextResponse(request.state.answer)
-
-    @asynccontextmanager
-    async def own(app: Starlette) -> AsyncIterator[dict[str, str]]:
-        yield {"answer": "42"}
-
-    app = Starlette(
-        routes=[Route("/", endpoint)],
-        lifespan=lifespan(*_halls(events, "hall"), app_lifespan=own, gc_freeze=False),
-    )
-    install(app, metrics=None)
-    for _ in range(2):
-        with TestClient(app) as client:  # the application runs outside the main thread
-            assert client.get("/readyz").status_code == 200
-            assert client.get("/").text == "42"
-        assert TestClient(app).get("/readyz").status_code == 503
-    assert events.said == [("opened", "hall"), ("closing", "hall", "drained")] * 2
-
-
 @pytest.mark.parametrize("given", ["pool", "batcher", "both"])
 @pytest.mark.parametrize("backends", [("asyncio", "asyncio"), ("asyncio", "trio")])
 def test_application_with_a_model_can_start_again(given: str, backends: tuple[str, str]) -> None:
@@ -507,37 +400,6 @@ def test_application_with_a_model_can_start_again(given: str, backends: tuple[st
     assert pool.ready == (given == "batcher")
 
 
-def test_executor_is_made_anew_by_a_lifespan_around() -> None:
-    used: list[aiopar.DeviceExecutor] = []
-    pool = aiopar.ReplicaPool(torch.nn.Linear(2, 3), ["cpu"])
-    batcher = aiopar.Batcher(pool)
-
-    @asynccontextmanager
-    async def start(app: Starlette) -> AsyncIterator[Any]:
-        async with aiopar.DeviceExecutor(["cpu"]) as executor:
-            used.append(executor)
-            with aiopar.use_executor(executor):
-                async with lifespan(pool, batcher, gc_freeze=False)(app) as state:
-                    yield state
-
-    async def endpoint(request: Request) -> Response:
-        return PlainTextResponse(str(len(await batcher(torch.ones(2)))))
-
-    app = Starlette(routes=[Route("/", endpoint)], lifespan=start)
-    for _ in range(2):
-        with TestClient(app) as client:
-            assert client.get("/").text == "3"
-    assert all(executor.stats().workers[0].completed > 0 for executor in used)
-    assert len(used) == 2
-
-
-@pytest.mark.asyncio
-async def test_wrong_applications_are_refused() -> None:
-    with pytest.raises(TypeError, match="expected a Starlette or FastAPI application, got str"):
-        async with lifespan()("app"):
-            pytest.fail("it has started")
-
-
 async def _coroutine(app: Starlette) -> None:
     pytest.fail("it was run")
 
@@ -546,55 +408,26 @@ async def _undecorated(app: Starlette) -> AsyncIterator[None]:
     yield
 
 
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        (5, "int"),
-        (_coroutine, "a coroutine function"),
-        (_undecorated, "an async generator function"),
-    ],
-)
-def test_wrong_app_lifespans_are_refused(given: Any, found: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"app_lifespan must be .*asynccontextmanager\), not {found}$"
-    ):
-        lifespan(app_lifespan=given)
+_NOT_A_MANAGER = r"app_lifespan must be .*asynccontextmanager\), not"
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("resources", "options", "error", "message"),
     [
-        ({"drain_delay": None}, TypeError, "drain_delay must be a number, not NoneType"),
-        ({"shutdown_timeout": "5"}, TypeError, "shutdown_timeout must be a number, not str"),
-        ({"gc_threshold": 1e4}, TypeError, "gc_threshold must be an int, not float"),
-        ({"gc_threshold": 0}, ValueError, "gc_threshold must be at least 1, got 0"),
-        ({"gc_threshold": 2**31}, ValueError, "gc_threshold must be at most 2147483647"),
-        ({"drain_delay": -1}, ValueError, "drain_delay must be at least 0, got -1"),
-        ({"shutdown_timeout": math.nan}, ValueError, "shutdown_timeout must be at least 0"),
+        ([Hall("hall", Events()), "hall"], {}, TypeError, "resource 1 must be a Resource, not str"),
+        ([aiopar.Batcher], {}, TypeError, "resource 0 must be a Resource, not the class Batcher"),
+        ([], {"app_lifespan": 5}, TypeError, f"{_NOT_A_MANAGER} int"),
+        ([], {"app_lifespan": _coroutine}, TypeError, f"{_NOT_A_MANAGER} a coroutine function"),
+        ([], {"app_lifespan": _undecorated}, TypeError, f"{_NOT_A_MANAGER} an async generator"),
+        ([], {"drain_delay": None}, TypeError, "drain_delay must be a number, not NoneType"),
+        ([], {"gc_threshold": 1e4}, TypeError, "gc_threshold must be an int, not float"),
+        ([], {"gc_threshold": 0}, ValueError, "gc_threshold must be at least 1, got 0"),
+        ([], {"gc_threshold": 2**31}, ValueError, "gc_threshold must be at most 2147483647"),
+        ([], {"shutdown_timeout": math.nan}, ValueError, "shutdown_timeout must be at least 0"),
     ],
 )
-def test_wrong_options_are_refused(
-    options: dict[str, Any], error: type[Exception], message: str
+def test_wrong_arguments_are_refused(
+    resources: Any, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        lifespan(**options)
-
-
-def test_wrong_resources_are_refused() -> None:
-    hall = Hall("hall", lambda *_, **details: None)
-    assert isinstance(hall, Resource)
-    with pytest.raises(TypeError, match="resource 1 must be a Resource, not str"):
-        lifespan(hall, "hall")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="resource 0 must be a Resource, not the class Batcher"):
-        lifespan(aiopar.Batcher)  # type: ignore[arg-type]
-
-
-@pytest.mark.anyio
-async def test_an_executor_is_closed_after_the_pool_that_uses_it() -> None:
-    executor = aiopar.DeviceExecutor(["cpu"])
-    pool = aiopar.ReplicaPool(torch.nn.Identity(), executor=executor)
-    batcher = aiopar.Batcher(pool)
-    async with lifespan(batcher, pool, executor)(Starlette()):
-        assert executor.ready
-        assert torch.equal(await batcher(torch.ones(2)), torch.ones(2))
-    assert [one.ready for one in (batcher, pool, executor)] == [False] * 3
+        lifespan(*resources, **options)

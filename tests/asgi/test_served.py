@@ -17,9 +17,7 @@ def served() -> Iterator[Served]:
         yield served
         served.terminate()
         served.ended()
-        # Only the deliberate bug: a disconnect is no error.
-        errors = served.log.count("Exception in ASGI application")
-        assert errors == len(served.events(event="failing", name="value"))
+        assert "Exception in ASGI application" not in served.log  # a disconnect is no error
 
 
 def test_startup_is_complete_before_the_first_answer(served: Served) -> None:
@@ -33,20 +31,6 @@ def test_startup_is_complete_before_the_first_answer(served: Served) -> None:
     assert served.get("/state").text == "state"
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "retry_after"),
-    [("overloaded", 503, "2"), ("deadline", 504, None), ("value", 500, None)],
-)
-def test_errors_become_responses(
-    served: Served, name: str, status: int, retry_after: str | None
-) -> None:
-    response = served.get(f"/fail/{name}")
-    assert response.status_code == status
-    assert response.headers.get("retry-after") == retry_after
-    if status != 500:
-        assert list(response.json()) == ["detail"]
-
-
 _HANDSHAKE = {
     "Connection": "Upgrade",
     "Upgrade": "websocket",
@@ -55,26 +39,18 @@ _HANDSHAKE = {
 }
 
 
-def test_websockets_are_refused_with_a_response(served: Served) -> None:
-    with served.client() as client:
-        response = client.get("/refuse/overloaded", headers=_HANDSHAKE)
-    assert response.status_code == 503
-    assert response.headers.get("retry-after") == "2"
-    assert response.json() == served.get("/fail/overloaded").json()
-
-
 def test_disconnected_websocket_is_no_error(served: Served) -> None:
     """The fixture checks the log for errors."""
     lines = [f"{name}: {value}" for name, value in _HANDSHAKE.items()]
-    with served.connection("GET /wait-connected/deadline", *lines):
-        served.wait_for(event="entered", name="deadline")
+    with served.connection("GET /wait-connected", *lines):
+        served.wait_for(event="entered", name="connected")
     served.post("/let-out")
-    served.wait_for(event="failed", name="deadline")
+    served.wait_for(event="failed", name="connected")
 
 
 @pytest.mark.parametrize(
     ("request_line", "body"),
-    [("GET /wait?name=", b""), ("GET /compute?name=", b""), ("POST /wait?name=unread", b"body")],
+    [("GET /wait?name=", b""), ("POST /wait?name=unread", b"body")],
 )
 def test_disconnect_cancels_the_request(served: Served, request_line: str, body: bytes) -> None:
     name = f"gone-{request_line[:8]}".replace(" /", "-")
@@ -82,24 +58,6 @@ def test_disconnect_cancels_the_request(served: Served, request_line: str, body:
     with served.connection(f"{request_line.split('=', maxsplit=1)[0]}={name}", length, body=body):
         served.wait_for(event="entered", name=name)
     served.wait_for(event="cancelled", name=name)
-
-
-def test_cleanup_of_requests_that_wait_for_a_batcher_runs_to_its_end(served: Served) -> None:
-    for index in range(3):
-        with served.connection(f"GET /batched?name=batched-{index}"):
-            served.wait_for(event="entered", name=f"batched-{index}")
-        served.wait_for(event="released", name=f"batched-{index}")
-    assert served.get("/echo").status_code == 405  # it serves
-
-
-def test_request_that_waits_for_no_batcher_goes_on(served: Served) -> None:
-    with served.connection("GET /stay?name=stays-on"):
-        served.wait_for(event="entered", name="stays-on")
-    with served.connection("GET /wait?name=leaves"):  # leaves after the first client
-        served.wait_for(event="entered", name="leaves")
-    served.wait_for(event="cancelled", name="leaves")
-    served.post("/let-out")
-    served.wait_for(event="stayed", name="stays-on")
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["content-length", "chunked"])
@@ -153,14 +111,3 @@ def test_connection_is_kept_for_short_and_long_requests(served: Served) -> None:
             assert str(len(body) if sent is not None else index) in answer
     assert connection.sock is first
     connection.close()
-
-
-def test_pipelined_requests_are_answered_in_order(served: Served) -> None:
-    second = b"GET /work?name=second HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
-    with (
-        served.connection("GET /work?name=first", body=second) as connection,
-        connection.makefile("rb") as answers,
-    ):
-        text = answers.read().decode()
-    assert text.count("200 OK") == 2
-    assert text.index("first") < text.index("second")

@@ -5,10 +5,7 @@ import functools
 import importlib.util
 import itertools
 import signal
-import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack
@@ -88,32 +85,6 @@ def test_every_accepted_request_is_answered_under_load() -> None:
         {"event": "closing", "name": "second hall", "drain": True, "waiting": 0},
         {"event": "closing", "name": "hall", "drain": True, "waiting": 0},
     ]
-
-
-def _until_connections_are_refused(served: Served) -> None:
-    while True:
-        try:
-            socket.create_connection(("127.0.0.1", served.port)).close()
-        except ConnectionRefusedError:
-            return
-        time.sleep(0.01)
-
-
-def test_requests_in_flight_are_answered_after_the_delay() -> None:
-    with (
-        Served(drain_delay=0.1) as served,
-        served.connection("GET /wait?name=in-flight") as waiting,
-        served.connection("POST /let-out", "Content-Length: 1") as key,
-    ):
-        served.wait_for(event="entered", name="in-flight")
-        served.terminate()
-        _until_connections_are_refused(served)  # uvicorn's handler was called
-        assert not served.events(event="closing")
-        key.sendall(b".")
-        with waiting.makefile("rb") as answer:
-            assert answer.read().endswith(b"\r\n\r\nin-flight")
-        assert served.ended() in _AFTER_SIGTERM
-        assert [event["drain"] for event in served.events(event="closing")] == [True, True]
 
 
 def test_shutdown_timeout_ends_requests_and_server() -> None:
@@ -236,18 +207,6 @@ async def test_second_sigterm_ends_the_delay_and_the_third_goes_to_the_server(
     assert server.called == 2
 
 
-@pytest.mark.anyio
-async def test_without_a_delay_sigterm_goes_to_the_server_at_once(server: _Server) -> None:
-    app = Starlette()
-    install(app, metrics=None)
-    async with lifespan(gc_freeze=False, shutdown_timeout=None)(app):
-        signal.raise_signal(signal.SIGTERM)
-        while not server.called:
-            await anyio.lowlevel.checkpoint()
-        assert (await get(app, "/readyz")).json == {"detail": "draining"}
-    assert server.called == 1
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("version", ["1.1", "2"])
 async def test_connections_are_closed_while_the_service_drains(
@@ -296,18 +255,3 @@ async def test_ignored_sigterm_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def test_no_handler_is_installed_outside_the_main_thread(server: _Server) -> None:
-    app, handlers = Starlette(), list[object]()
-    install(app, metrics=None)
-
-    async def main() -> None:
-        async with lifespan(gc_freeze=False)(app):
-            assert (await get(app, "/readyz")).status == 200
-            handlers.append(signal.getsignal(signal.SIGTERM))
-
-    thread = threading.Thread(target=anyio.run, args=(main,))
-    thread.start()
-    thread.join()
-    assert handlers == [server.handle_exit]

@@ -14,7 +14,6 @@ collect_ignore = [
     "broken_module.py",
     "no_fork_module.py",
     "stuck_module.py",
-    "stuck_once_module.py",
 ]
 
 

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 import aiopar
 from aiopar import ProcessExecutor
 from tests.caller_states import PLAIN, STATES, pack, snapshot, unpack
-from tests.remote.held import ProcessGate
 
 
 def pid_of(executor: aiopar.DeviceExecutor, worker: int = 0) -> int:
@@ -85,15 +84,10 @@ _variable = contextvars.ContextVar("_variable", default="default")
 @pytest.mark.asyncio
 async def test_no_call_sees_what_another_left_behind(executor: ProcessExecutor) -> None:
     worker = executor.on(worker=0)
+    _variable.set("of the caller")
     await worker.run_sync(_leave_state_behind)
     assert await worker.run_sync(snapshot) == PLAIN
     assert await worker.run_sync(_value) == "default"
-
-
-@pytest.mark.asyncio
-async def test_context_variables_stay_here(executor: ProcessExecutor) -> None:
-    _variable.set("of the caller")
-    assert await executor.run_sync(_value) == "default"
 
 
 class _Mode(TorchFunctionMode):
@@ -118,22 +112,17 @@ async def test_function_modes_and_saved_tensor_hooks_are_refused(executor: Proce
 
 
 @pytest.mark.asyncio
-async def test_operators_use_the_threads_that_they_may() -> None:
-    async with ProcessExecutor(["cpu"], num_threads=3) as executor:
-        assert await executor.run_sync(torch.get_num_threads) == 3
-
-
-@pytest.mark.asyncio
 async def test_each_process_draws_numbers_of_its_own_that_follow_the_seed_of_the_parent() -> None:
     drawn: list[list[Any]] = []
     with torch.random.fork_rng():
         for _ in range(2):
             torch.manual_seed(3)
-            async with ProcessExecutor(["cpu", "cpu"]) as executor:
+            async with ProcessExecutor(["cpu", "cpu"], num_threads=3) as executor:
                 views = [executor.on(worker=worker) for worker in range(2)]
                 drawn.append([(await view.run_sync(torch.rand, 3)).tolist() for view in views])
                 of_numpy = [list(await view.run_sync(_numpy_numbers)) for view in views]
                 assert of_numpy[0] != of_numpy[1]
+                assert await executor.run_sync(torch.get_num_threads) == 3
     assert drawn[0] == drawn[1]
     assert drawn[0][0] != drawn[0][1]
 
@@ -266,29 +255,6 @@ async def test_what_has_no_name_goes_by_value(executor: ProcessExecutor) -> None
     assert sums == [5001, 5002]
 
 
-class ExitsOnPickle:
-    """Ends the program when it is pickled, or when it arrives."""
-
-    def __init__(self, *, there: bool) -> None:
-        self.there = there
-
-    def __reduce__(self) -> Any:
-        return (sys.exit, (3,)) if self.there else sys.exit(3)
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("there", [False, True])
-async def test_an_exit_while_something_is_pickled(executor: ProcessExecutor, there: bool) -> None:
-    view = executor.on(worker=0)
-    pid = await view.run_sync(os.getpid)
-    arriving = ExitsOnPickle(there=there)
-    for fn in (partial(ExitsOnPickle, there=there), partial(id, arriving)):
-        with pytest.raises(SystemExit) as caught:
-            await view.run_sync(fn)
-        assert caught.value.code == 3
-    assert await view.run_sync(os.getpid) == pid
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
@@ -296,6 +262,8 @@ async def test_an_exit_while_something_is_pickled(executor: ProcessExecutor, the
         ({"preload": [math]}, TypeError, "preload must be an iterable of names of modules"),
         ({"max_pending": 0}, ValueError, "max_pending"),
         ({"num_threads": "2"}, TypeError, "num_threads"),
+        ({"kill_after": -1}, ValueError, "kill_after"),
+        ({"kill_after": math.nan}, ValueError, "kill_after"),
         ({"devices": []}, ValueError, "device"),
         ({"devices": ["cuda:99"]}, ValueError, "cuda:99"),
     ],
@@ -306,27 +274,6 @@ def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], text: 
 
 
 # The end.
-
-
-@pytest.mark.anyio
-async def test_the_process_of_a_closed_executor_has_ended() -> None:
-    async with ProcessExecutor(["cpu"]) as own:
-        pid = await own.run_sync(os.getpid)
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
-    await own.aclose()
-    own.shutdown()
-
-
-@pytest.mark.anyio
-async def test_queued_calls_run_before_the_end(gate: ProcessGate) -> None:
-    async with ProcessExecutor(["cpu"]) as executor, gate:
-        running = executor.submit(gate.hold, 0)
-        await gate.entered()
-        queued = [executor.submit(abs, n) for n in range(1, 4)]
-        executor.shutdown(wait=False)
-        gate.open()
-        assert [await one for one in (running, *queued)] == [0, 1, 2, 3]
 
 
 # Programs in a process.

@@ -57,11 +57,6 @@ class Ended(BaseException):
     pass
 
 
-class Unprintable(Exception):
-    def __str__(self) -> str:
-        raise KeyError("no text")
-
-
 def _fail(error: Callable[[], BaseException], *notes: str) -> Never:
     raised = error()
     for note in notes:
@@ -119,8 +114,6 @@ async def test_errors_without_a_plain_pickle(executor: ProcessExecutor) -> None:
         await executor.submit(_fail, partial(WithState, torch.arange(10**5)))
     assert stateful.value.tensor.sum() == sum(range(10**5))
     assert len(stateful.value.args) == 2
-    with pytest.raises(Unprintable):
-        await executor.submit(_fail, partial(Unprintable, 1))
 
 
 def _fail_with_causes() -> Never:
@@ -167,19 +160,6 @@ async def test_the_traceback_of_an_error_that_is_raised_again_does_not_grow(
         texts.add(str(caught.value.__cause__))
     [text] = texts
     assert "in _fail_again" in text
-
-
-def _fail_with_a_cycle() -> Never:
-    first, second = ValueError("first"), KeyError("second")
-    first.__cause__, second.__cause__ = second, first
-    raise first
-
-
-@pytest.mark.asyncio
-async def test_causes_in_a_cycle(executor: ProcessExecutor) -> None:
-    with pytest.raises(ValueError, match="first") as caught:
-        await executor.run_sync(_fail_with_a_cycle)
-    assert isinstance(caught.value.__cause__, KeyError)
 
 
 class Group(ExceptionGroup[Exception]):

@@ -4,7 +4,6 @@ import asyncio
 import atexit
 import ctypes
 import errno
-import math
 import os
 import signal
 import weakref
@@ -25,7 +24,6 @@ from aiopar import (
     ReplicaPool,
     WorkerLost,
 )
-from aiopar.data import Pipeline
 from tests.freeing import survivors, without_gc
 from tests.remote.held import ProcessGate
 from tests.serve.batches import LONG, Callers
@@ -73,24 +71,6 @@ async def test_a_process_that_ends_in_a_call(
         assert caught.value.may_have_run
     assert await worker.run_sync(os.getpid) != pid
     assert await executor.on(worker=1).run_sync(os.getpid) == other
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("killed", [True, False])
-async def test_calls_behind_the_lost_one_run(gate: ProcessGate, killed: bool) -> None:
-    async with ProcessExecutor(["cpu"], kill_after=0) as executor, gate:
-        held = executor.submit(gate.hold)
-        pid = await gate.entered()
-        queued = [executor.submit(os.getpid) for _ in range(3)]
-        if killed:
-            os.kill(pid, signal.SIGKILL)
-        else:
-            held.cancel()
-        with pytest.raises(WorkerLost):
-            await held
-        pids = {await one for one in queued}
-        assert len(pids) == 1
-        assert pid not in pids
 
 
 @pytest.mark.anyio
@@ -224,52 +204,6 @@ async def test_the_time_limit_of_an_executor_that_drains_in_time(gate: ProcessGa
             await executor.aclose(timeout=timeout)  # type: ignore[arg-type]
 
 
-# Cancellation.
-
-
-@pytest.mark.anyio
-async def test_a_cancelled_await_waits_for_its_call(
-    executor: ProcessExecutor, gate: ProcessGate
-) -> None:
-    worker, ended = executor.on(worker=0), False
-
-    async def call() -> None:
-        nonlocal ended
-        try:
-            await worker.run_sync(gate.hold)
-        finally:
-            ended = True
-
-    async with gate, anyio.create_task_group() as tasks:
-        tasks.start_soon(call)
-        await gate.entered()
-        tasks.cancel_scope.cancel()
-        with anyio.CancelScope(shield=True):
-            for _ in range(10):
-                await anyio.lowlevel.checkpoint()
-            assert not ended
-            gate.open()
-    assert ended
-    assert await worker.run_sync(abs, -1) == 1
-
-
-@pytest.mark.anyio
-async def test_an_abandoned_call_keeps_its_worker_busy(
-    executor: ProcessExecutor, gate: ProcessGate
-) -> None:
-    worker = executor.on(worker=0)
-    async with gate:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(partial(worker.run_sync, gate.hold, abandon_on_cancel=True))
-            pid = await gate.entered()
-            tasks.cancel_scope.cancel()
-        assert executor.stats().workers[0].running == 1
-        queued = worker.submit(os.getpid)
-        assert not queued.done()
-        gate.open()
-        assert await queued == pid
-
-
 # Callers that leave, with `kill_after`.
 
 
@@ -290,11 +224,6 @@ async def _leave_run_sync(executor: ProcessExecutor, gate: ProcessGate) -> int:
     return await _while_held(lambda: executor.run_sync(gate.hold), gate)
 
 
-async def _abandon_run_sync(executor: ProcessExecutor, gate: ProcessGate) -> int:
-    call = partial(executor.run_sync, gate.hold, abandon_on_cancel=True)
-    return await _while_held(call, gate)
-
-
 async def _leave_submit(executor: ProcessExecutor, gate: ProcessGate) -> int:
     future = executor.submit(gate.hold)
 
@@ -313,12 +242,6 @@ async def _cancel_submit(executor: ProcessExecutor, gate: ProcessGate) -> int:
     return pid
 
 
-async def _leave_parallel_apply(executor: ProcessExecutor, gate: ProcessGate) -> int:
-    with aiopar.use_executor(executor):
-        call = aiopar.parallel_apply([gate.hold], [1], devices=["cpu"])
-    return await _while_held(lambda: call, gate)
-
-
 async def _leave_map(executor: ProcessExecutor, gate: ProcessGate) -> int:
     with aiopar.use_executor(executor):
         outputs = aiopar.map(gate.hold, [1], devices=["cpu"])
@@ -326,16 +249,6 @@ async def _leave_map(executor: ProcessExecutor, gate: ProcessGate) -> int:
     async def read() -> None:
         async with outputs:
             await anext(outputs)
-
-    return await _while_held(read, gate)
-
-
-async def _leave_pipeline(executor: ProcessExecutor, gate: ProcessGate) -> int:
-    stream = aiter(Pipeline([1], executor=executor).map(gate.hold, concurrency=2))
-
-    async def read() -> None:
-        async with stream:
-            await anext(stream)
 
     return await _while_held(read, gate)
 
@@ -369,12 +282,9 @@ class Holds(torch.nn.Module):
 
 _LEAVE = [
     _leave_run_sync,
-    _abandon_run_sync,
     _leave_submit,
     _cancel_submit,
-    _leave_parallel_apply,
     _leave_map,
-    _leave_pipeline,
     _leave_pool,
     _leave_batcher,
 ]
@@ -413,28 +323,6 @@ async def test_a_batch_is_left_when_all_its_callers_have_left(
                 gate.open()
         assert callers.outcomes.get(2) == (None if all_leave else 2)
         assert (await executor.run_sync(os.getpid) == pid) is not all_leave
-
-
-@pytest.mark.anyio
-async def test_a_call_that_is_left_twice_has_one_time_limit(
-    gate: ProcessGate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clocks: list[object] = []
-    start = "aiopar.remote._executor.start_new_thread"
-    monkeypatch.setattr(start, lambda fn, _: clocks.append(fn))
-    async with ProcessExecutor(["cpu"], kill_after=LONG) as executor:
-        held = executor.submit(gate.hold)
-        await gate.entered()
-        cancelled = [held.cancel() for _ in range(3)]
-        gate.open()
-        await held
-    assert (any(cancelled), len(clocks)) == (False, 1)
-
-
-@pytest.mark.parametrize("kill_after", [-1, "1", math.nan])
-def test_bad_bounds_are_refused(kill_after: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="kill_after"):
-        ProcessExecutor(["cpu"], kill_after=kill_after)
 
 
 # References. The garbage collector is off, here and there.

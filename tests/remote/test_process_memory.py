@@ -87,22 +87,6 @@ async def test_a_kept_input_stays_as_it_was(
 
 
 @pytest.mark.asyncio
-async def test_results_that_are_kept_stay_as_they_were(executor: ProcessExecutor) -> None:
-    kept = [await executor.run_sync(torch.full, (20_000,), float(n)) for n in range(200)]
-    assert all((each == n).all() for n, each in enumerate(kept))
-    await until_live(executor, 0, 200)
-    del kept[50:150]
-    kept += [await executor.run_sync(torch.full, (30_000,), float(n)) for n in range(100, 200)]
-    assert [int(each.min()) for each in kept] == [*range(50), *range(150, 200), *range(100, 200)]
-    view = kept[0][3:]
-    kept.clear()
-    await until_live(executor, 0, 1)
-    assert view.sum() == 0
-    del view
-    await until_live(executor, 0, 0)
-
-
-@pytest.mark.asyncio
 async def test_results_outlive_their_executor() -> None:
     async with ProcessExecutor(["cpu"]) as executor:
         kept = await executor.run_sync(torch.arange, 10**6)
@@ -204,21 +188,14 @@ def test_another_process_costs_little_memory() -> None:
 def test_much_crosses_beside_a_small_dev_shm() -> None:
     program = """
     import os, subprocess, sys
-    import numpy as np, torch, aiopar
-
-    def shared_files():
-        return [line for line in open("/proc/self/maps") if "/dev/shm" in line]
+    import numpy as np, aiopar
 
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", "/dev/shm"], check=True)
     assert os.statvfs("/dev/shm").f_blocks * os.statvfs("/dev/shm").f_frsize == 8 << 20
     with aiopar.ProcessExecutor(["cpu"]) as executor:
-        x = torch.arange(3_000_000, dtype=torch.float32)
-        y = executor.submit(torch.neg, x).result()
-        assert torch.equal(y, -x)
-        a = executor.submit(np.negative, x.numpy()).result()
-        assert np.array_equal(a, y.numpy())
-        kept = [executor.submit(torch.neg, x).result() for _ in range(5)]
-        assert all(torch.equal(each, y) for each in kept)
+        x = np.arange(3_000_000, dtype=np.float32)
+        kept = [executor.submit(np.negative, x).result() for _ in range(5)]
+        assert all(np.array_equal(each, -x) for each in kept)
         assert not os.listdir("/dev/shm")
     """
     done = subprocess.run(

@@ -148,26 +148,6 @@ _ENDLESS = {
 
     asyncio.run(main())
     """,
-    "asyncio, a task of its own": """
-    async def main():
-        executor = aiopar.ProcessExecutor(["cpu"])
-        tasks = [asyncio.create_task(executor.run_sync(busy.spin)) for _ in range(5)]
-        await asyncio.sleep(1000)
-
-    asyncio.run(main())
-    """,
-    "asyncio, closed by a task of its own": """
-    async def use():
-        async with aiopar.ProcessExecutor(["cpu"]) as executor:
-            calls = [executor.submit(busy.spin) for _ in range(5)]
-            await asyncio.sleep(1000)
-
-    async def main():
-        task = asyncio.create_task(use())
-        await asyncio.sleep(1000)
-
-    asyncio.run(main())
-    """,
     "asyncio, a batcher": """
     async def main():
         async with aiopar.ProcessExecutor(["cpu"]) as executor:
@@ -184,18 +164,6 @@ _ENDLESS = {
         async with aiopar.ProcessExecutor(["cpu"]) as executor:
             executor.submit(busy.spin)
             await executor.run_sync(busy.spin)
-
-    trio.run(main)
-    """,
-    "trio, a batcher": """
-    import trio
-
-    async def main():
-        async with aiopar.ProcessExecutor(["cpu"]) as executor:
-            with aiopar.use_executor(executor):
-                async with aiopar.Batcher(busy.spin_items, max_batch_size=1) as batcher:
-                    executor.submit(busy.spin)
-                    await batcher(1)
 
     trio.run(main)
     """,
@@ -398,22 +366,6 @@ def test_an_executor_of_a_module_starts_no_processes_in_its_worker_processes(
     assert (done.returncode, done.stdout, done.stderr) == (0, "True 0\n", "")
 
 
-def test_a_script_whose_import_ends_it(tmp_path: Path) -> None:
-    text = """
-import sys, aiopar
-if __name__ == "__main__":
-    with aiopar.ProcessExecutor(["cpu"]) as executor:
-        try:
-            executor.submit(abs, -1).result()
-        except RuntimeError as error:
-            print(error)
-else:
-    sys.exit(3)
-"""
-    done = script(tmp_path, text)
-    assert (done.returncode, done.stdout) == (0, "an import has raised SystemExit: 3\n")
-
-
 def test_a_program_from_standard_input() -> None:
     text = """
 import aiopar
@@ -486,19 +438,6 @@ def test_a_killed_fork_server() -> None:
     assert gone_within(10, last)
 
 
-def test_a_fork_server_that_is_killed_while_a_process_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "server"
-    monkeypatch.setenv("STUCK_ONCE", str(file))
-    with aiopar.ProcessExecutor(["cpu"], preload=["tests.remote.stuck_once_module"]) as executor:
-        call = executor.submit(abs, -1)
-        while not file.exists():
-            sleep(0.01)
-        os.kill(int(file.read_text()), signal.SIGKILL)
-        assert call.result(timeout=60) == 1
-
-
 # Children of multiprocessing, as far as a function can tell.
 
 
@@ -520,24 +459,6 @@ def test_a_worker_that_has_children() -> None:
         child = executor.submit(_fork_and_wait).result()
         os.kill(child, signal.SIGINT)
         assert executor.submit(_exit_code, child).result() == 7
-        # Handlers and masks of a task outlive forks.
-        assert executor.submit(_own_signals_after_forks).result(timeout=60) == (7, True)
-
-
-def _own_signals_after_forks() -> tuple[int, bool]:
-    """The exit code of a grandchild whose parent has set a handler; whether SIGTERM is blocked."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    child = os.fork()
-    if not child:
-        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(7))
-        grandchild = os.fork()
-        if grandchild:
-            os._exit(_exit_code(grandchild))
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        signal.raise_signal(signal.SIGTERM)
-    code = _exit_code(child)
-    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    return code, signal.SIGTERM in mask
 
 
 def _fork_and_wait() -> int:

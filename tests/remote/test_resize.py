@@ -72,18 +72,6 @@ async def test_a_worker_that_goes_leaves_the_calls_of_all_workers_to_the_others(
         assert {await future for future in futures} == pids(executor)
 
 
-async def test_workers_that_are_gone_do_not_count() -> None:
-    async with ProcessExecutor(["cpu"]) as executor:
-        for count in (3, 1, 2, 1, 2):
-            await executor.resize(count)
-        async with both_held(executor):
-            futures = [executor.submit(os.getpid) for _ in range(10)]
-            assert [one.queued for one in executor.stats().workers] == [5, 5]
-            loads = [one.load for one in executor._dispatcher.workers]
-            assert loads == [6.0, 6.0]
-        assert {await future for future in futures} <= pids(executor)
-
-
 async def test_a_call_that_waits_for_room_goes_to_a_worker_that_stays() -> None:
     found: list[int] = []
 
@@ -103,20 +91,6 @@ async def test_a_call_that_waits_for_room_goes_to_a_worker_that_stays() -> None:
             assert found == [goes]
             gates[0].open()
     assert found == [goes, *[stays] * 5]
-
-
-async def test_a_map_goes_on_while_its_executor_is_resized() -> None:
-    async with ProcessExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            outputs = aiopar.map(Scale(), (torch.full((1,), float(n)) for n in range(60)))
-        found = []
-        async for output, _ in outputs:
-            found.append(output.item())
-            if len(found) == 5:
-                await executor.resize(2)
-            if len(found) == 30:
-                await executor.resize(1)
-    assert found == [2.0 * n for n in range(60)]
 
 
 async def test_bad_sizes_are_refused() -> None:

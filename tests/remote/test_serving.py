@@ -3,7 +3,6 @@
 import operator
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -325,17 +324,3 @@ async def test_calls_in_processes_cannot_meet() -> None:
         futures = executor.submit_all([meet, meet])
         with pytest.raises(NotImplementedError, match="in a worker process: use a DeviceExecutor"):
             await futures[0]
-
-
-class Locked(Scale):
-    def __init__(self) -> None:
-        super().__init__()
-        self.guards = [threading.Lock()]
-
-
-@pytest.mark.anyio
-async def test_a_module_that_cannot_be_pickled_is_refused_by_the_name_of_its_attribute() -> None:
-    async with ProcessExecutor(["cpu"]) as executor:
-        with pytest.raises(TypeError, match="cannot pickle") as caught:
-            await ReplicaPool(Locked(), executor=executor)(torch.ones(1))
-        assert "Locked.guards[0] cannot be pickled" in caught.value.__notes__
