@@ -177,8 +177,7 @@ async def _answer_error(connection: HTTPConnection, error: Exception) -> Respons
 
 
 class _WebSocketState:
-    started = False  # it was accepted, or refused with a response
-    ended = False
+    started = ended = False  # started: it was accepted, or refused with a response
 
 
 class _WebSocketMiddleware:

@@ -4,7 +4,6 @@ import asyncio
 import math
 import weakref
 from collections import deque
-from collections.abc import Awaitable
 from contextlib import suppress
 from enum import Enum
 from functools import partial
@@ -53,14 +52,13 @@ class DisconnectMiddleware:
       began are closed. A stream whose last reader is another running task stays open.
     - If a cancelled application has sent nothing, outer middleware sees a response with status 499.
 
-    The middleware is pure ASGI; lifespan and websocket scopes pass through. A request that ends
-    within `delay` costs two cancel scopes and a timer. A longer request also costs a task.
+    Lifespan and websocket scopes pass through. A request that ends within `delay` costs two cancel
+    scopes and a timer, a longer one a task too.
 
     Args:
         app: The application.
         delay: Seconds until the middleware begins to listen for the disconnect. Under load most
-            requests end within a few batches; a task for each request would cost more than it
-            saves.
+            requests end sooner; a task for each request would cost more than it saves.
 
     Raises:
         TypeError: `delay` is not a number.
@@ -228,20 +226,14 @@ class _HttpRequest:
 
     # Messages.
 
-    def send(self, message: Message) -> Awaitable[None]:
+    async def send(self, message: Message) -> None:
         """The application's `send`."""
-        kind = message["type"]
-        if kind == "http.response.start":
-            return self._send_start(message)
-        last = kind in _BODY_KINDS and not message.get("more_body", False)
+        last = message["type"] in _BODY_KINDS and not message.get("more_body", False)
         if last and self._state is not _ClientState.KNOWN:
             # Nothing is left to compute, though the client may still read.
             self._state = _ClientState.OVER
-        return self._server_send(message)
-
-    async def _send_start(self, message: Message) -> None:
         await self._server_send(message)
-        # Set after the `await`, which a cancelled application leaves without sending anything.
+        # Set after the `await`: a cancelled application has sent nothing.
         self._response_started = True
 
     async def receive(self) -> Message:

@@ -54,9 +54,6 @@ def _gc_threshold(objects: int | None) -> Iterator[None]:
             gc.set_threshold(before, *others)
 
 
-_Handler = Callable[[int, FrameType | None], object]
-
-
 class _Termination:
     """The shutdown of a service after SIGTERM. `lifespan` documents its steps."""
 
@@ -71,7 +68,7 @@ class _Termination:
         self._first = cast(Awaiter, awaiter_here())
         self._second = cast(Awaiter, awaiter_here())
         self._passes_on = False  # whether SIGTERM goes directly to the server's handler
-        self._server_handler: _Handler | signal.Handlers = signal.SIG_DFL
+        self._server_handler: Callable[..., object] | signal.Handlers = signal.SIG_DFL
 
     @contextmanager
     def handling(self) -> Iterator[None]:
@@ -156,9 +153,6 @@ async def _drop(resource: Resource) -> None:
         logger.exception("%s failed to close", type(resource).__name__)
 
 
-_MAX_C_INT = 2**31 - 1  # `gc.set_threshold` takes a C int
-
-
 def lifespan(
     *resources: Resource,
     app_lifespan: Lifespan[Any] | None = None,
@@ -171,10 +165,9 @@ def lifespan(
 
     Pass the result to `FastAPI(lifespan=...)` or `Starlette(lifespan=...)`. Resources are opened in
     the order given, and closed in reverse; opening a `ReplicaPool` warms it up. A `Batcher` is
-    closed before its pool, and a pool before its executor, whichever order they are given in. If a
-    resource fails to open, the resources before it are closed, and the startup fails with the
-    error. If `app_lifespan` or a resource fails during the shutdown, the other resources are still
-    drained before the error is raised.
+    always closed before its pool, and a pool before its executor. If a resource fails to open, the
+    resources before it are closed, and the startup fails with the error. If `app_lifespan` or a
+    resource fails during the shutdown, the other resources are still drained.
 
     An application may start again, in any event loop: its resources are opened again. Several
     lifespans may run on one application, for example those of `FastAPI` and of an `APIRouter`, each
@@ -197,8 +190,8 @@ def lifespan(
     the main thread.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. A closed
-            executor cannot be opened again, so an application with one can start only once.
+        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. An
+            application with an executor can start only once: the executor cannot be opened again.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
         gc_freeze: Whether to collect garbage after the warm-up, and then to exclude all objects
@@ -229,12 +222,11 @@ def lifespan(
         >>> install(app)
     """
     _check_resources(resources)
-    if app_lifespan is not None:
-        _check_app_lifespan(app_lifespan)
+    _check_app_lifespan(app_lifespan)
     if gc_threshold is not None:
         check_int("gc_threshold", gc_threshold, at_least=1)
-        if gc_threshold > _MAX_C_INT:
-            raise ValueError(f"gc_threshold must be at most {_MAX_C_INT}, got {gc_threshold}")
+        if gc_threshold >= 2**31:  # `gc.set_threshold` takes a C int
+            raise ValueError(f"gc_threshold must be at most {2**31 - 1}, got {gc_threshold}")
     check_number("drain_delay", drain_delay, zero=True)
     if shutdown_timeout is not None:
         check_number("shutdown_timeout", shutdown_timeout, zero=True)
@@ -362,7 +354,7 @@ def _check_resources(resources: tuple[Resource, ...]) -> None:
 
 def _check_app_lifespan(given: object) -> None:
     kind = "a coroutine function" if is_async(given) else generator_kind(given)
-    if kind is not None or not callable(given):
+    if given is not None and (kind is not None or not callable(given)):
         raise TypeError(
             "app_lifespan must be a function that gives an async context manager "
             f"(contextlib.asynccontextmanager), not {kind or described(given)}"

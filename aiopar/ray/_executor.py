@@ -42,8 +42,8 @@ class RayExecutor(HostExecutor):
 
     Give it wherever a `DeviceExecutor` is given. Functions, modules and arguments go to an actor by
     pickle, also lambdas and classes of a script; tensors and arrays go through Ray's object store.
-    Results arrive on the CPU. What a `ReplicaPool`, a `Batcher`, `aiopar.map` or a `Pipeline` uses
-    for all its calls (weights, functions) goes to each actor once. aiopar and the modules of the
+    Results arrive on the CPU. Weights and functions that a `ReplicaPool`, a `Batcher`, `aiopar.map`
+    or a `Pipeline` uses for all its calls go to each actor once. aiopar and the modules of the
     program must be installed on every node, in the same versions.
 
     An actor is lost if it ends, or if it answers no ping for about 3 seconds: its machine has
@@ -142,7 +142,7 @@ def _actor_options(
 
 def _check_words(address: str | None, name: str | None) -> None:
     for what, word in (("address", address), ("name", name)):
-        if word is not None and not isinstance(word, str):
+        if not isinstance(word, str | None):
             raise TypeError(f"{what} must be a str or None, not {type(word).__name__}")
     if address is not None and address.startswith("ray://"):
         raise ValueError(
@@ -178,7 +178,7 @@ class _RayWorker(HostWorker):
     def _only_warms_up(self) -> bool:
         """Whether it only waits for an actor, which no call needs: the end must not wait too."""
         stats = self.stats()
-        return self.slot.warm_up_runs and (stats.queued, stats.running) == (0, 1)
+        return self.slot.warming == "running" and (stats.queued, stats.running) == (0, 1)
 
     def stop(self) -> None:
         super().stop()
@@ -193,10 +193,12 @@ class _RaySlot(HostSlot):
     actor take the calls. A warm-up may last: Ray may have no room for the actor.
     """
 
+    kind = "ray"
+
     def __init__(self, worker: HostWorker, *, actors: "_Actors", **options: Any) -> None:
-        super().__init__(worker, start=actors.start, pack=_pack, kind="ray", **options)
+        super().__init__(worker, start=actors.start, pack=_pack, **options)
         self.actors = actors
-        self._warm_up: Literal["queued", "running"] | None = None
+        self.warming: Literal["queued", "running"] | None = None
         actors.enter()
 
     @property
@@ -204,28 +206,23 @@ class _RaySlot(HostSlot):
         """Whether its worker is the first one of the actor."""
         return self.worker.index % self.per_host == 0
 
-    @property
-    def warm_up_runs(self) -> bool:
-        """Whether the worker runs its warm-up."""
-        return self._warm_up == "running"
-
     def warm_up(self) -> None:
-        self._warm_up = "queued"
+        self.warming = "queued"
         super().warm_up()
 
     def start(self) -> None:
-        self._warm_up = "running"
+        self.warming = "running"
         try:
             super().start()
         finally:
-            if self._warm_up == "running":  # else it was lost meanwhile
-                self._warm_up = None
+            if self.warming == "running":  # else it was lost meanwhile
+                self.warming = None
 
     def _running_host(self) -> Host:
         if isinstance(self.host, _RayHost) and self.host.link.is_lost:  # while it ran no call
             self._end(self.host)
         call = current_call()
-        if self.host is None and self._warm_up == "queued" and call is not None and call.internal:
+        if self.host is None and self.warming == "queued" and call is not None and call.internal:
             # A pool or batcher need not wait for the new actor: it has other workers.
             raise WorkerLost(f"worker {self.worker.label} is started again", may_have_run=False)
         return super()._running_host()

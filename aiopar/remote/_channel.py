@@ -113,8 +113,7 @@ class Arena:
         # Usually few blocks live, and the first gap has warm pages. If a reader keeps all blocks,
         # the sweeps become rare, so that calls do not become slower and slower.
         if len(self._blocks) <= _FEW or len(self._blocks) >= self._sweep_at:
-            self._sweep()
-            self._sweep_at = 2 * len(self._blocks)
+            self._sweep_at = 2 * self.sweep()
             start = 0
             for taken, end in self._blocks:
                 if start + length <= taken:
@@ -131,25 +130,18 @@ class Arena:
         self._view[start] = _LIVE
         return start + _ALIGNMENT
 
-    def _sweep(self) -> None:
-        """Forget the blocks that the reader has freed."""
+    def sweep(self) -> int:
+        """Forget the blocks that the reader has freed; returns how many are in use."""
         self._blocks = [block for block in self._blocks if self._view[block[0]] == _LIVE]
         kept = _KEPT_WARM // _STEP
-        if len(self._written) <= kept or not hasattr(mmap, "MADV_REMOVE"):
-            return
-        if len(self._written) - sum(end - start for start, end in self._blocks) // _STEP <= kept:
-            return  # most written steps are in use
-        free = self._written.difference(*map(_steps, self._blocks))
-        for step in sorted(free)[kept:]:  # the first gaps are used first
-            start = step * _STEP
-            length = min(_STEP, len(self._view) - start)
-            self._map.madvise(mmap.MADV_REMOVE, start, length)
-            self._written.discard(step)
-
-    @property
-    def live_blocks(self) -> int:
-        """How many blocks are in use."""
-        self._sweep()
+        used = sum(end - start for start, end in self._blocks) // _STEP
+        if len(self._written) - used > kept and hasattr(mmap, "MADV_REMOVE"):
+            free = self._written.difference(*map(_steps, self._blocks))
+            for step in sorted(free)[kept:]:  # the first gaps are used first
+                start = step * _STEP
+                length = min(_STEP, len(self._view) - start)
+                self._map.madvise(mmap.MADV_REMOVE, start, length)
+                self._written.discard(step)
         return len(self._blocks)
 
     def take_back(self, offset: int) -> None:

@@ -115,7 +115,6 @@ class HostSlot:
 
     Args:
         worker: The worker.
-        kind: The first word of the worker's label: "process", ...
         start: Starts the host of a slot, or connects to it; blocks.
         pack: See `Kept`.
         kill_after: A running call whose caller has left may go on for so many seconds. Then its
@@ -129,23 +128,23 @@ class HostSlot:
     # running   open  False    if the host or its device is lost: cold again
     # killed    any   True     calls raise `WorkerLost`; no other host is started
 
+    kind = "process"
+    """The first word of the worker's label."""
+
     def __init__(
         self,
         worker: HostWorker,
         *,
-        kind: str,
         start: "Callable[[Any], Host]",
         pack: Callable[[Any], tuple[str, Any]],
         kill_after: float | None,
         per_host: int,
     ) -> None:
         self.worker = worker
-        self.kind = kind
         self.pack = pack
         self.per_host = per_host
         self.host: Host | None = None
-        self.starts = 0
-        """How many calls of the worker only started the host."""
+        self.starts = 0  # how many calls of the worker only started the host
         self._start_host = start
         self._kill_after = kill_after
         # Held while the host is started, used or ended. The worker may have two threads that run
@@ -227,7 +226,7 @@ class HostSlot:
                     succeeded, result = host.call(task)
             if succeeded or not is_device_error(result):
                 return succeeded, result
-            # A process cannot get a lost device back. A new process can.
+            # A process cannot get a lost device back, but a new process can.
             message = f"worker {self.worker.label} has lost its device; its call may have run"
             raise WorkerLost(message) from result
         except WorkerLost:
@@ -292,14 +291,9 @@ def _bounded(host: Host, call: Call[Any], seconds: float, label: str) -> Iterato
 
 
 class HostExecutor(DeviceExecutor):
-    """What `ProcessExecutor` and `RayExecutor` share.
+    """What `ProcessExecutor` and `RayExecutor` share: one worker for each of `devices`.
 
-    Args:
-        devices: One worker for each.
-        slot: Makes the slot of a worker.
-        worker: The class of the workers.
-        per_host, kill_after: As for `HostSlot`.
-        options: `max_pending`, `num_threads`, `thread_name_prefix`, as for `DeviceExecutor`.
+    `slot` makes the slot of a worker. `options` are those of `DeviceExecutor`.
     """
 
     def __init__(

@@ -206,20 +206,15 @@ def serve(modules: Sequence[str]) -> list[int]:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, default)
             requests.close()
-            _close(lifeline, ended, woken, *codes.values(), code)
+            for file in (lifeline, ended, woken, *codes.values(), code):
+                os.close(file)
             # As `multiprocessing.forkserver` does it.
             resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
             return files
-        _close(*files, tracker)
-        if pid is None:
-            os.close(code)
-        else:
+        for file in (*files, tracker, *([code] if pid is None else [])):
+            os.close(file)
+        if pid is not None:
             codes[pid] = code
-
-
-def _close(*files: int) -> None:
-    for file in files:
-        os.close(file)
 
 
 def _fork(code: int) -> int | None:

@@ -2,7 +2,7 @@
 
 import contextvars
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from types import FunctionType
 from typing import Any, NamedTuple, Protocol
@@ -89,27 +89,26 @@ _NOTE = " cannot be pickled"
 def _path(obj: Any, make: Callable[[], Encoder]) -> str:
     """The path to the innermost part of `obj` that cannot be pickled."""
     path, seen = "", {id(obj)}
-    while True:
-        for name, part in _parts(obj):
-            if id(part) not in seen and not _can(make().encode, part):
-                seen.add(id(part))
-                path, obj = path + name, part
-                break
-        else:
-            return path
+    parts = _parts(obj)
+    while parts:
+        name, part = parts.pop(0)
+        if id(part) not in seen and not _can(make().encode, part):
+            seen.add(id(part))
+            path, parts = path + name, _parts(part)
+    return path
 
 
-def _parts(obj: Any) -> Sequence[tuple[str, Any]]:
+def _parts(obj: Any) -> list[tuple[str, Any]]:
     if isinstance(obj, dict):
         return [(f"[{key!r}]", value) for key, value in obj.items()]
     if isinstance(obj, list | tuple | set | frozenset):
         return [(f"[{index}]", value) for index, value in enumerate(obj)]
     if isinstance(obj, type | FunctionType):
         return []  # pickled by name
-    parts = [(f".{name}", value) for name, value in getattr(obj, "__dict__", {}).items()]
-    of_callables = ("__self__", "func", "args", "keywords")  # of methods and partials
-    parts += [(f".{name}", getattr(obj, name)) for name in of_callables if hasattr(obj, name)]
-    return parts
+    parts = {**getattr(obj, "__dict__", {})}
+    for name in ("__self__", "func", "args", "keywords"):  # of methods and partials
+        parts[name] = getattr(obj, name, None)
+    return [(f".{name}", part) for name, part in parts.items()]
 
 
 def _can(step: Callable[..., object], *args: Any) -> bool:

@@ -108,10 +108,7 @@ class ProcessExecutor(HostExecutor):
             thread_name_prefix=thread_name_prefix,
             kill_after=kill_after,
             slot=partial(
-                HostSlot,
-                kind="process",
-                start=partial(ProcessHost, server=server, preload=modules),
-                pack=_pack,
+                HostSlot, start=partial(ProcessHost, server=server, preload=modules), pack=_pack
             ),
         )
 
@@ -272,10 +269,10 @@ def _main(number: int) -> dict[str, Any]:
     `multiprocessing.spawn.get_preparation_data` would set the start method of this program, which
     could not set it later.
     """
-    process = multiprocessing.process.current_process()
+    key = multiprocessing.process.current_process().authkey
     main: dict[str, Any] = {
         "name": f"aiopar-{number}",
-        "authkey": bytes(process.authkey),  # of managers, and of connections that are sent
+        "authkey": bytes(key),  # of managers, and of connections that are sent
         "sys_path": sys.path,
         "sys_argv": sys.argv,
         "orig_dir": multiprocessing.process.ORIGINAL_DIR,  # type: ignore[attr-defined]

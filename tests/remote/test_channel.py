@@ -28,13 +28,13 @@ def test_a_full_arena() -> None:
     first, second = (writer.allocate(_SIZE // 4) for _ in range(2))
     with pytest.raises(MemoryError, match=f"no room for {_SIZE // 2} bytes"):
         writer.allocate(_SIZE // 2)
-    assert writer.live_blocks == 2
+    assert writer.sweep() == 2
     del second  # an offset: the block lives until it was read, or is taken back
     view = reader.read(first, 10)
     del view
     assert writer.allocate(_SIZE // 4) == first
     writer.take_back(first)
-    assert writer.live_blocks == 1
+    assert writer.sweep() == 1
 
 
 @pytest.mark.parametrize("large", [[200], [8] * 25])
@@ -50,7 +50,7 @@ def test_freed_pages_are_given_back(large: list[int], small: int) -> None:
             views.append(reader.read(offset, size))
         assert os.fstat(file).st_blocks * 512 >= 200 << 20
         del views[: len(large)]
-        assert writer.live_blocks == len(views)
+        assert writer.sweep() == len(views)
         assert os.fstat(file).st_blocks * 512 <= 66 << 20, (
             "some pages are kept, because they are warm"
         )
@@ -69,7 +69,7 @@ def test_a_reader_that_keeps_all_blocks() -> None:
         kept.append(reader.read(offset, 8))
     assert [int.from_bytes(view, "little") for view in kept] == list(range(20_000))
     kept.clear()
-    assert writer.live_blocks == 0
+    assert writer.sweep() == 0
 
 
 class Arenas(RuleBasedStateMachine):
@@ -108,7 +108,7 @@ class Arenas(RuleBasedStateMachine):
             assert (array == offset // 64 % 251).all()
 
     def teardown(self) -> None:
-        assert self.writer.live_blocks == len(self.live) + len(self.unread)
+        assert self.writer.sweep() == len(self.live) + len(self.unread)
         for offset, array in self.live.items():
             assert (array == offset // 64 % 251).all()
 

@@ -32,7 +32,7 @@ def live_blocks(executor: aiopar.DeviceExecutor) -> tuple[int, int]:
     """How many blocks of the arenas are in use: of those written here, and of those read here."""
     worker: Any = executor._dispatcher.workers[0]
     channel = worker.slot.host._channel
-    return channel._writes.live_blocks, len(channel._reads._owners)
+    return channel._writes.sweep(), len(channel._reads._owners)
 
 
 async def until_live(executor: aiopar.DeviceExecutor, written: int, read: int) -> None:

@@ -70,7 +70,7 @@ class Wire:
 def wire() -> Iterator[Wire]:
     wire = Wire()
     yield wire
-    assert wire.written.live_blocks == 0
+    assert wire.written.sweep() == 0
     for end in wire.ends:
         end.close()
 
@@ -294,7 +294,7 @@ def test_buffers_that_do_not_fit_leave_nothing_behind() -> None:
     big = torch.zeros(_SIZE - (1 << 20), dtype=torch.uint8)
     with pytest.raises(MemoryError, match="no room for"):
         wire.here.send(encode([torch.rand(10**6), big]))
-    assert wire.written.live_blocks == 0
+    assert wire.written.sweep() == 0
     assert wire([1, torch.ones(10**6)])[1].sum() == 10**6
     for end in wire.ends:
         end.close()
