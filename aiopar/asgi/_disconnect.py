@@ -135,7 +135,8 @@ class _HttpRequest:
         self._server_send = send
         self._state = _ClientState.CONNECTED
         self._response_started = False
-        # The requests to batchers that wait; None: any wait. True: the main task waits.
+        # The requests to batchers that wait, and whether the main task waits for each of them. The
+        # key None stands for whatever the main task awaits.
         self._waits: dict[Request | None, bool] = {}
         self._polls = False  # whether the application asks for the disconnect
         self._main_task: TaskRef | None = None  # runs the application
@@ -208,14 +209,14 @@ class _HttpRequest:
     def _cancel(self) -> None:
         """Cancel the application if that is due; on the loop's thread, outside any task."""
         waits = self._waits.copy().values()
-        # If the application polls, only a wait of its main task counts: it ends its other tasks.
+        # An application that polls ends its other tasks itself.
         if self._state is not _ClientState.LEFT or not (any(waits) if self._polls else waits):
             return
         task = self._main_task and self._main_task()
         before = task.cancelling() if isinstance(task, asyncio.Task) else 0
         self._work.cancel()
         if isinstance(task, asyncio.Task):
-            # The scope would cancel every further `await` too. A shield lets one cancellation in.
+            # `_work` would cancel every further `await` too. So `_shield` is lifted only here.
             self._shield.shield = False
             self._shield.shield = True
             if task.cancelling() == before:

@@ -68,9 +68,9 @@ class ProcessExecutor(HostExecutor):
         max_pending, num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
         kill_after: A running call whose caller has left (cancelled, timed out) may go on for so
-            many seconds. Then its process is killed and replaced. A caller leaves by whatever
-            would cancel a call that has not started. A batch is left when all its callers have
-            left. None: such a call may go on for ever.
+            many seconds. Then its process is killed and replaced. A caller leaves by what cancels
+            a call that has not started. A batch is left when all its callers have left. None: such
+            a call may go on for ever.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -204,7 +204,7 @@ class ProcessHost:
             sent = True
             return self._reply()
         except Disconnected:
-            pass  # its frames hold the arguments, so `WorkerLost` must not refer to it
+            pass  # its frames hold the arguments: `WorkerLost` must not have it as context
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
@@ -376,7 +376,7 @@ def _keep(
     memory = memoryview(bytearray())
     if size:
         file = _channel.receive_file()
-        # Private: a page that this process writes becomes its own. All processes share the others.
+        # Private: a page that this process writes becomes its own. The other pages are shared.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         memory = memoryview(mmap.mmap(file, size, flags=mmap.MAP_PRIVATE, prot=protection))
         os.close(file)

@@ -38,8 +38,8 @@ class Encoder(pickle.Pickler):
     A tensor arrives as a tensor of its own on the CPU, with its strides if it was dense. A leaf
     keeps `requires_grad`. A tensor with a graph is refused, because the graph would be lost.
 
-    A function or class goes by its name. If the other process cannot import that name, the function
-    goes by value, and `cloudpickle` pickles the object. A kept value goes as its key.
+    A function or class goes by its name. If the other process cannot import the name, the function
+    goes by value, through `cloudpickle`. A kept value goes as its key.
 
     Raises:
         TypeError: The object has an open file, or something else that cannot be pickled.
