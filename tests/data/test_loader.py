@@ -1,10 +1,7 @@
 """`AsyncDataLoader`: how far it runs ahead, what runs at once, and its statistics."""
 
 import gc
-import weakref
-from collections.abc import AsyncIterator, Iterator
 from functools import partial
-from typing import Any
 
 import anyio
 import pytest
@@ -12,9 +9,9 @@ import torch
 
 from aiopar.data import AsyncDataLoader
 from aiopar.testing import Gate
-from tests.data.datasets import FailingAsync, Held, Item, same
+from tests.data.datasets import Held, same
 from tests.data.loaders import no_threads, read, values
-from tests.data.streams import until
+from tests.data.streams import SOURCES, Source, iterable, until
 
 pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
 
@@ -49,60 +46,18 @@ async def test_at_most_prefetch_factor_batches_per_worker_are_ahead(
 
 
 @pytest.mark.anyio
-async def test_a_slow_consumer_holds_up_an_endless_source() -> None:
-    alive: list[weakref.ref[Item]] = []
-    peak = 0
-
-    def endless() -> Iterator[Item]:
-        n = 0
-        while True:
-            item = Item(n)
-            alive.append(weakref.ref(item))
-            n += 1
-            yield item
-
-    loader = AsyncDataLoader(endless(), 4, num_workers=2, prefetch_factor=2, collate_fn=same)
-    async with loader as stream:
-        for _ in range(2000):
-            batch = await anext(stream)
-            assert len(batch) == 4
-            alive = [ref for ref in alive if ref() is not None]
-            peak = max(peak, len(alive))
-    # The batches ahead, the one that is read, and one per worker that it is about to drop.
-    assert peak <= 4 * (4 + 1 + 2) + 1
-
-
-@pytest.mark.anyio
-async def test_an_async_iterable_is_bounded() -> None:
-    pulled = 0
-
-    async def endless() -> AsyncIterator[int]:
-        nonlocal pulled
-        while True:
-            pulled += 1
-            yield pulled
-
-    loader = AsyncDataLoader(endless(), 3, num_workers=2, prefetch_factor=2, collate_fn=same)
+@SOURCES
+async def test_a_slow_consumer_holds_up_an_endless_source(asynchronous: bool) -> None:
+    source = Source()
+    numbers = iterable(asynchronous, source)
+    loader = AsyncDataLoader(numbers, 3, num_workers=2, prefetch_factor=2, collate_fn=same)
     async with loader as stream:
         for n in range(1, 50):
             assert len(await anext(stream)) == 3
-            assert pulled <= 3 * (n + 4)
+            assert source.taken <= 3 * (n + 4)
 
 
 # What runs at once.
-
-
-@pytest.mark.anyio
-async def test_num_workers_fetches_at_once_in_threads() -> None:
-    with Gate() as gate:
-        loader = AsyncDataLoader(Held(gate), 1, num_workers=4, collate_fn=same)
-        stream = aiter(loader)
-        async with anyio.create_task_group() as group:
-            group.start_soon(stream.__anext__)
-            await gate.entered(4)
-            assert gate.held == 4
-            gate.open()
-        await stream.aclose()
 
 
 @pytest.mark.anyio
@@ -132,27 +87,6 @@ async def test_num_workers_samples_at_once_as_tasks(batch_size: int | None, limi
     size = batch_size or 40
     expected = [list(range(first, first + size)) for first in range(0, 40, size)]
     assert batches == (expected if batch_size else expected[0])
-
-
-@pytest.mark.anyio
-async def test_async_getitems_is_awaited_for_each_batch() -> None:
-    asked: list[list[int]] = []
-
-    class Async:
-        def __len__(self) -> int:
-            return 7
-
-        async def __getitems__(self, indices: list[int]) -> list[int]:
-            asked.append(indices)
-            await anyio.lowlevel.checkpoint()
-            return [-index for index in indices]
-
-    assert await read(AsyncDataLoader(Async(), 3)) == [[0, -1, -2], [-3, -4, -5], [-6]]
-    assert asked == [[0, 1, 2], [3, 4, 5], [6]]
-    subset: Any = torch.utils.data.Subset(FailingAsync(set()), [3, 5, 7])  # type: ignore[arg-type]
-    assert await read(AsyncDataLoader(subset, 2)) == [[3, 5], [7]]
-    both: Any = torch.utils.data.ConcatDataset([subset, subset])
-    assert await read(AsyncDataLoader(both, 4)) == [[3, 5, 7, 3], [5, 7]]
 
 
 # Reading it.

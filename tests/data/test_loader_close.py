@@ -13,7 +13,7 @@ import pytest
 
 from aiopar.data import AsyncDataLoader, LoaderStream
 from aiopar.testing import Gate
-from tests.data.datasets import Failing, FailingAsync, Held, Item, same
+from tests.data.datasets import FailingAsync, Held, Item, same
 from tests.data.loaders import loader_threads, no_threads, read, read_into
 from tests.data.streams import until
 from tests.freeing import survivors, without_gc
@@ -221,30 +221,3 @@ async def test_a_closed_loader_holds_no_state_of_the_reader(how: str) -> None:
         tasks.start_soon(read_one)
     await loader.aclose()
     assert await survivors(alive) == []
-
-
-@pytest.mark.anyio
-async def test_an_error_is_freed_with_the_caller_that_caught_it() -> None:
-    class Wrong(Exception):
-        pass
-
-    refs: list[weakref.ref[Any]] = []
-
-    class Raising(Failing):
-        def __getitem__(self, index: int) -> int:
-            error = Wrong(index)
-            refs.append(weakref.ref(error))
-            try:
-                raise error
-            finally:
-                del error
-
-    with without_gc():
-        for max_failures in (0, 2):
-            loader = AsyncDataLoader(Raising(set()), 2, max_failures=max_failures)
-            with pytest.raises(Wrong):
-                await read(loader)
-            kept = {failed.index for failed in loader.failures}
-            assert len(kept) == max_failures
-            del loader
-        assert await survivors(refs) == []

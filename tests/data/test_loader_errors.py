@@ -52,7 +52,8 @@ async def test_max_failures_leaves_samples_out(dataset: type[Failing], in_order:
     assert sorted(batches) == [[0], [2, 3], [6, 7], [9], [10, 11]]
     failures = sorted(loader.failures, key=lambda failed: failed.index)
     assert [(failed.index, failed.batch) for failed in failures] == [(1, 0), (4, 2), (5, 2), (8, 4)]
-    assert all(isinstance(failed.error, ValueError) for failed in failures)
+    assert {type(failed.error) for failed in failures} == {ValueError}
+    assert all(failed.error.__traceback__ is None for failed in failures)
     stats = loader.stats()
     assert stats is not None
     assert (stats.batches, stats.samples, stats.failures) == (5, 8, 4)

@@ -32,6 +32,7 @@ from tests.data.stateful import (
     AsyncPositionedLines,
     AsyncStatefulIterators,
     BeginsWhenAsked,
+    CountedByItsLoader,
     Days,
     Keeping,
     KeepingLate,
@@ -110,6 +111,7 @@ RESUMED: dict[str, Options] = {
         "batch_size": 4,
         "generator": g,
     },
+    "another kind of state": lambda g: {"dataset": CountedByItsLoader(), "batch_size": 4},
     "expecting sampler": lambda g: {"batch_size": None, "sampler": Expecting(range(N))},
 }
 
@@ -130,28 +132,10 @@ def _unbroken(options: Options) -> list[Any]:
     """The batches of all epochs, with the number of each batch's epoch."""
 
     async def main() -> list[Any]:
-        return (await _run(_loader(options, 1), 0))[0]
+        loader = _loader(options, 1)
+        return [(epoch, batch) for epoch in range(EPOCHS) for batch in await read(loader)]
 
     return asyncio.run(main())
-
-
-async def _run(loader: AsyncDataLoader[Any], cut: int) -> tuple[list[Any], Any]:
-    """The batches of all epochs, one after the other, and the state after `cut` of them."""
-    seen: list[Any] = []
-    state = loader.state_dict()
-    for epoch in range(EPOCHS):
-        if len(seen) == cut:
-            state = loader.state_dict()  # between two epochs
-        async for batch in loader:
-            seen.append((epoch, values(batch)))
-            if len(seen) == cut:
-                state = loader.state_dict()
-    return seen, state
-
-
-async def _resumed(loader: AsyncDataLoader[Any], state: Any, epoch: int) -> list[Any]:
-    loader.load_state_dict(state)
-    return [(e, batch) for e in range(epoch, EPOCHS) for batch in await read(loader)]
 
 
 def _through_a_file(state: Any) -> Any:
@@ -163,38 +147,19 @@ def _through_a_file(state: Any) -> Any:
 
 @pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
 @settings(max_examples=8)
-@given(data=st.data())
+@given(
+    cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    workers=st.integers(1, 5),
+    prefetch=st.integers(1, 3),
+)
 def test_the_resumed_run_is_the_rest_of_the_unbroken_one(
-    options: Options, data: st.DataObject
+    options: Options, cuts: list[int], workers: int, prefetch: int
 ) -> None:
-    workers, later, prefetch = (data.draw(st.integers(1, most)) for most in (5, 5, 3))
-    unbroken = _unbroken(options)
-    cut = data.draw(st.integers(0, len(unbroken)))
-
-    async def main() -> None:
-        again, state = await _run(_loader(options, workers, prefetch_factor=prefetch), cut)
-        assert again == unbroken
-        # The epoch in which the state was taken: that of the last batch, or the next one if it was
-        # taken between two epochs.
-        epoch = unbroken[cut][0] if cut < len(unbroken) else EPOCHS
-        if cut and not state["ended"]:
-            epoch = unbroken[cut - 1][0]
-        resumed = _loader(options, later, seed=SEED + 100)
-        assert await _resumed(resumed, _through_a_file(state), epoch) == unbroken[cut:]
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("options", RESUMED.values(), ids=RESUMED)
-@settings(max_examples=4)
-@given(cuts=st.lists(st.integers(1, 4), min_size=1, max_size=5), workers=st.integers(1, 3))
-def test_a_run_may_be_broken_again_and_again(
-    options: Options, cuts: list[int], workers: int
-) -> None:
+    """However often the run is broken."""
     unbroken = _unbroken(options)
 
     async def main() -> None:
-        loader, seen, epoch = _loader(options, workers), [], 0
+        loader, seen, epoch = _loader(options, workers, prefetch_factor=prefetch), [], 0
         for cut in cuts:
             # Read `cut` batches, leave the loop, go on in another loader.
             async with loader as stream:
@@ -206,8 +171,8 @@ def test_a_run_may_be_broken_again_and_again(
                     seen.append((epoch, values(batch)))
             state = loader.state_dict()
             assert state["ended"] == (batch is None)
-            loader = _loader(options, workers, seed=50 + cut)
-            loader.load_state_dict(state)
+            loader = _loader(options, cut, seed=50 + cut)
+            loader.load_state_dict(_through_a_file(state))
             if epoch == EPOCHS:
                 break
         for last in range(epoch, EPOCHS):
@@ -318,22 +283,6 @@ def test_nothing_that_was_delivered_is_fetched_again() -> None:
         FETCHED.clear()
         assert len(await read(iterated)) == 5
         assert FETCHED[0] == 5, "nor is an iterator with a state"
-
-    asyncio.run(main())
-
-
-def test_with_persistent_workers_no_base_seed_is_drawn_after_resuming() -> None:
-    def loader(seed: int) -> AsyncDataLoader[Any]:
-        return _loader(SAMPLERS["shuffled"], 2, seed, persistent_workers=True)
-
-    async def main() -> None:
-        one = loader(1)
-        first, state = await _run(one, 7)  # in the second epoch
-        assert state["seeded"]
-        other = loader(2)
-        assert await _resumed(other, state, 1) == first[7:]
-        await one.aclose()
-        await other.aclose()
 
     asyncio.run(main())
 

@@ -9,11 +9,8 @@ from torch.utils.data import DataLoader
 
 from aiopar.data import AsyncDataLoader, Pipeline
 from tests.data.iterators import (
-    AsyncExpecting,
-    AsyncLate,
     AsyncStateful,
     Expecting,
-    Late,
     OfNextOnly,
     Restarting,
     RestartingDataset,
@@ -119,27 +116,6 @@ async def test_a_resumed_pipeline_iterates_its_source_once(make: Any) -> None:
         assert source.iters == 2
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("cut", [0, 1, 3])
-@pytest.mark.parametrize(
-    "make", [Stateful, Late, Expecting, AsyncStateful, AsyncLate, AsyncExpecting]
-)
-async def test_a_resumed_dataset_is_iterated_once_per_epoch(make: Any, cut: int) -> None:
-    broken = AsyncDataLoader(make(range(7)), 2)
-    async with broken as stream:
-        for _ in range(cut):
-            await anext(stream)
-        state = broken.state_dict()
-    dataset = make(range(7))
-    loader = AsyncDataLoader(dataset, 2)
-    loader.load_state_dict(state)
-    begun = []
-    for _ in range(2):
-        await _first(loader)
-        begun.append(dataset.iters)
-    assert begun == [1, 2]
-
-
 class _Odd(int):
     """Cannot be compared, like NumPy's arrays."""
 
@@ -218,17 +194,3 @@ async def test_an_error_of_a_datasets_state_dict_is_raised_by_the_loaders() -> N
     resumed = AsyncDataLoader(Breaking(range(7)), 2)
     resumed.load_state_dict(state)
     assert begun + await _first(resumed) == whole
-
-
-@pytest.mark.asyncio
-async def test_a_pipeline_that_is_out_of_order_can_be_a_dataset() -> None:
-    def double(x: int) -> int:
-        return 2 * x
-
-    source = Pipeline(range(6)).map(double, concurrency=2, in_order=False)
-    loader = AsyncDataLoader(source, 2)
-    for _ in range(2):
-        batches = await _first(loader)
-        assert sorted(x for batch in batches for x in batch) == [0, 2, 4, 6, 8, 10]
-    with pytest.raises(ValueError, match=r"^the dataset gives no state: .* not in order$"):
-        loader.state_dict()

@@ -244,16 +244,6 @@ async def test_each_task_that_iterates_a_pipeline_gets_all_items(executor: Execu
 # Devices.
 
 
-@pytest.mark.asyncio
-async def test_batches_arrive_on_the_device(devices: tuple[torch.device, ...]) -> None:
-    device = devices[-1]
-    pipeline = Pipeline(range(20)).batch(4).map(torch.tensor).to(device)
-    async with pipeline as stream:
-        batches = [batch async for batch in stream]
-    assert {batch.device for batch in batches} == {torch.empty(0, device=device).device}
-    assert torch.cat([batch.cpu() for batch in batches]).tolist() == list(range(20))
-
-
 @pytest.mark.sim
 @pytest.mark.asyncio
 async def test_the_next_batch_is_copied_while_the_reader_computes() -> None:

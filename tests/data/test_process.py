@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 
 from aiopar.data import AsyncDataLoader
-from tests.data.datasets import Failing, same
+from tests.data.datasets import Failing
 from tests.data.iterators import Expecting, Late, Restarting, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import (
@@ -379,43 +379,6 @@ async def test_errors() -> None:
 STORED = ConnectionError("always the same")
 
 
-def raise_stored() -> None:
-    raise STORED
-
-
-class CannotBeUnpickled:
-    def __getitem__(self, _: int) -> Any:
-        return self
-
-    def __len__(self) -> int:
-        return 4
-
-    def __reduce__(self) -> Any:
-        return raise_stored, ()
-
-
-@pytest.mark.asyncio
-async def test_frames_in_which_a_stored_error_is_handled_stay() -> None:
-    closed: list[str] = []
-
-    def handle() -> Generator[None]:
-        try:
-            raise_stored()
-        except ConnectionError:
-            try:
-                yield
-            finally:
-                closed.append("early")
-
-    bystander = handle()
-    next(bystander)
-    with pytest.raises(ConnectionError) as raised:
-        await read(AsyncDataLoader(CannotBeUnpickled(), worker_type="process", collate_fn=same))
-    assert raised.value is STORED
-    assert not closed
-    bystander.close()
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
@@ -495,20 +458,6 @@ def test_a_timeout_ends_stuck_processes(dataset: Any, persistent: bool) -> None:
         with pytest.raises(TimeoutError, match=message):
             await read_and_leave()
         await loader.aclose()
-
-    asyncio.run(main())
-    assert not _children()
-
-
-@pytest.mark.parametrize("exits", [True, False])
-def test_leaving_a_loop_ends_stuck_processes(exits: bool) -> None:
-    loader = AsyncDataLoader(Stuck(), None, num_workers=2, worker_type="process")
-
-    async def main() -> None:
-        stream = await loader.__aenter__() if exits else aiter(loader)
-        assert await anext(stream) == 0
-        del stream
-        await (loader.__aexit__() if exits else loader.aclose())
 
     asyncio.run(main())
     assert not _children()

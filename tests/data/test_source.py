@@ -12,7 +12,7 @@ import torch
 import aiopar
 from aiopar.data import Pipeline, Stream
 from tests.data.streams import mapped, stream_of, until
-from tests.generators import autocast_nesting, torch_state
+from tests.generators import torch_state
 
 _VARIABLE: contextvars.ContextVar[int] = contextvars.ContextVar("variable", default=0)
 
@@ -111,23 +111,6 @@ async def test_closing_a_generator_leaves_the_workers_state_unchanged(
             assert await anext(stream) == 0
         # The nesting too: if it were too low, no block would drop the casts of weights any more.
         assert await executor.run_sync(torch_state) == before
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("enabled", [True, False])
-async def test_an_autocast_block_without_effect_stays_inside_too(enabled: bool) -> None:
-    def generate() -> Iterator[int]:
-        with torch.autocast("cpu", enabled=enabled):
-            yield from range(100)
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with torch.autocast("cpu", enabled=enabled):
-            stream: Stream[int] = aiter(Pipeline(generate(), executor=executor).prefetch(2))
-        async with stream:
-            assert await anext(stream) == 0
-            await until(lambda: stream.stats().stages[0].buffered == 2)
-            assert await executor.run_sync(autocast_nesting) == 0
-        assert await executor.run_sync(autocast_nesting) == 0
 
 
 @pytest.mark.asyncio

@@ -104,22 +104,6 @@ async def test_in_completion_order_a_slow_item_delays_no_other(executor: Executo
         assert [n async for n in stream] == [0]
 
 
-@pytest.mark.anyio
-async def test_in_completion_order_a_slow_task_delays_no_other() -> None:
-    event = anyio.Event()
-
-    async def hold_the_first(n: int) -> int:
-        if n == 0:
-            await event.wait()
-        return n
-
-    stage = mapped(hold_the_first, concurrency=2, bound=3, in_order=False)
-    async with stream_of(range(20), stage) as stream:
-        assert [await anext(stream) for _ in range(19)] == list(range(1, 20))
-        event.set()
-        assert [n async for n in stream] == [0]
-
-
 # Bounds.
 
 
@@ -147,19 +131,6 @@ async def test_there_are_never_more_items_than_the_bound(
         # An async source is a stage of its own, with its own bound.
         assert max(ahead) <= sum(stage.bound for stage in stages)
     assert source.closed.is_set()
-
-
-@pytest.mark.anyio
-async def test_running_items_count_as_buffered() -> None:
-    gate, source = Gate(), Source()
-    stream = stream_of(source, mapped(gate, concurrency=3, bound=4))
-    async with anyio.create_task_group() as tasks, stream:
-        with gate:
-            tasks.start_soon(read_to_the_end, stream)
-            await gate.entered(3)
-            assert source.taken == 3
-            gate.let_on(1)
-            await gate.entered(4)
 
 
 @pytest.mark.anyio

@@ -323,20 +323,6 @@ async def test_a_cancellation_in_any_stage_leaves_nothing_behind(stage: str) -> 
 
 
 @pytest.mark.anyio
-async def test_an_async_generator_is_read_and_closed_by_one_task() -> None:
-    async def generate() -> AsyncIterator[int]:
-        # Both fail if different tasks advance the generator.
-        async with anyio.create_task_group():
-            with anyio.CancelScope():
-                for n in itertools.count():
-                    yield n
-
-    async with stream_of(generate(), mapped(double, bound=3)) as stream:
-        for n in range(20):
-            assert await anext(stream) == 2 * n
-
-
-@pytest.mark.anyio
 async def test_an_error_of_closing_the_source_is_raised() -> None:
     def generate() -> Iterator[int]:
         try:

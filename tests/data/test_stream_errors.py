@@ -142,27 +142,6 @@ async def test_a_failing_iter_is_raised_by_the_first_read() -> None:
         await anext(fetched(Broken()))
 
 
-@pytest.mark.anyio
-async def test_a_task_cancelled_from_outside_does_not_cancel_the_reader(
-    anyio_backend: tuple[str, dict[str, Any]],
-) -> None:
-    if anyio_backend[0] == "trio":
-        pytest.skip("a task of trio cannot be cancelled by others")
-
-    async def cancel_this(n: int) -> int:
-        task = asyncio.current_task()
-        assert task is not None
-        task.cancel()
-        await anyio.lowlevel.checkpoint()
-        return n
-
-    stream = stream_of(range(3), mapped(cancel_this))
-    words = r"'map\(cancel_this\)' was cancelled from outside"
-    with pytest.raises(RuntimeError, match=words) as caught:
-        await anext(stream)
-    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
-
-
 class _Own(BaseException):
     pass
 
