@@ -154,11 +154,9 @@ def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
 
 
 def _runs(pid: str) -> bool:
-    if os.name == "posix":  # elsewhere signal 0 would end the process
-        try:
+    try:
+        if os.name == "posix":  # elsewhere signal 0 would end the process
             os.kill(int(pid), 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            pass
+    except OSError as error:  # the process may belong to another user
+        return not isinstance(error, ProcessLookupError)
     return True

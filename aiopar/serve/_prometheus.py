@@ -255,7 +255,7 @@ class _Histogram:
 
 
 class _Observer(BatchObserver):
-    """Counts what `stats()` of a batcher lacks. A reader holds `lock`."""
+    """Counts of a batcher that its `stats()` lack. Who reads the counts holds `lock`."""
 
     def __init__(self, collector: "_Collector") -> None:
         self._collector = collector
@@ -265,7 +265,7 @@ class _Observer(BatchObserver):
 
     def reset(self) -> None:
         """Begin at zero; also called in a forked child, whose parent keeps its counts."""
-        # Every label from the start: Prometheus does not see the rise of a count that begins at 1.
+        # Every outcome from 0: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self.queue_wait = _Histogram(_SECONDS)
         self.compute_seconds = _Histogram(_SECONDS)
@@ -291,6 +291,7 @@ _observers: Registry[_Observer] = Registry(_Observer.reset)
 _NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
 _REPLICA = ("pool", "replica", "device")
 _WORKER = ("executor", "worker", "device")
+# The name, kind, documentation and labels of each metric.
 _METRICS = (
     ("batcher_requests", "Counter", "Requests that ended.", ("batcher", "outcome")),
     ("batcher_rejections", "Counter", "Requests that were refused.", ("batcher", "cause")),
@@ -306,7 +307,6 @@ _METRICS = (
     ("worker_busy_ratio", "Gauge", "Share of time running calls.", _WORKER),
     ("worker_busy_seconds", "Counter", "Time running calls.", _WORKER),
 )
-"""The name, kind, documentation and labels of each metric."""
 
 
 class _Collector:

@@ -226,15 +226,13 @@ class PoolReplica:
         with self._lock:
             self.state, self.module = state, None
 
-    def run_batch(
-        self, caller: CallerState, compute: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Any:
-        """Return `compute(call, *args)` for a batch of a `Batcher`. The caller is on the worker.
+    def run_batch(self, caller: CallerState, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Return `fn(call, *args)` for a batch of a `Batcher`. Called on the worker.
 
         Args:
-            caller: The state that `compute` runs under.
-            compute: Runs on the host of the worker. `call` is the `ModuleCall` of this replica.
-                `compute` raises an error that is not the module's as `OutsideModule`.
+            caller: The state that `fn` runs under.
+            fn: Runs on the host of the worker. `call` is the `ModuleCall` of this replica. An error
+                that is not the module's is raised as `OutsideModule`.
             args: The other arguments.
 
         Raises:
@@ -243,7 +241,7 @@ class PoolReplica:
         """
         self.in_flight.try_acquire()
         try:
-            return self.answer(caller, compute, args)
+            return self.answer(caller, fn, args)
         finally:
             self.in_flight.release()
             del args  # an error's traceback holds this frame
