@@ -21,7 +21,7 @@ C = TypeVar("C", bound=Coroutine[Any, Any, Any])
 
 
 def as_int(name: str, value: int, expected: str = "an int") -> int:
-    """Return an int, or what can be an index, such as NumPy's ints, as a plain int; no bool."""
+    """Return an int, or another type of index (NumPy's ints), as a plain int; refuse a bool."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)
@@ -31,7 +31,7 @@ def as_int(name: str, value: int, expected: str = "an int") -> int:
 
 
 def as_number(name: str, value: float) -> float:
-    """Return a real number as a plain int or float; no bool."""
+    """Return a real number as a plain int or float; refuse a bool."""
     if type(value) is float or type(value) is int:
         return value
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -48,7 +48,7 @@ def check_int(name: str, value: int, *, at_least: int) -> int:
 
 
 def check_bound(name: str, value: int | None) -> int | None:
-    """As `check_int` with at least 1; None, no bound, stays None."""
+    """As `check_int`, at least 1. None means no bound, and stays None."""
     return None if value is None else check_int(name, value, at_least=1)
 
 
@@ -61,7 +61,7 @@ def check_number(name: str, value: float, *, zero: bool) -> float:
 
 
 def check_timeout(timeout: float | None, name: str = "timeout") -> float | None:
-    """As `check_number` with 0 allowed; None, no time limit, stays None."""
+    """As `check_number`, at least 0. None means no time limit, and stays None."""
     return None if timeout is None else check_number(name, timeout, zero=True)
 
 
@@ -136,16 +136,13 @@ def described(given: object) -> str:
 _FUNCTIONS = (types.FunctionType, types.MethodType)
 _ASYNCHRONOUS = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
-NOT_BEGUN: frozenset[type] = frozenset(
-    (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
-)
+NOT_BEGUN = frozenset[type]((types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType))
 """The types of results that a worker must not return: their code would run later, elsewhere."""
 
-_RETURNS_COROUTINE = "_returns_coroutine"
-"""The attribute of a function that `returns_coroutine` has marked."""
+_RETURNS_COROUTINE = "_returns_coroutine"  # the attribute that `returns_coroutine` sets
 
-# The function of `inspect` sees the mark of `returns_coroutine` since Python 3.12. That of asyncio
-# always does, but Python 3.16 has it no more.
+# The function of `inspect` sees the mark of `returns_coroutine` since Python 3.12. The function of
+# asyncio always sees the mark, but ends with Python 3.15.
 _is_coroutine_function: Callable[[object], bool] = (
     inspect.iscoroutinefunction if sys.version_info >= (3, 12) else asyncio.iscoroutinefunction
 )
@@ -201,7 +198,7 @@ def name_of(fn: object) -> str:
 
 
 def unwrapped(fn: object) -> object:
-    """Return the callable inside `functools.partial` objects, which may be nested."""
+    """Return the callable inside nested `functools.partial` objects."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return fn
@@ -216,11 +213,9 @@ _INSTEAD: dict[str, str] = {
 
 
 def not_begun(made: Any, *, on_worker: bool = False) -> TypeError:
-    """Make the error for a plain function that returned an object of a type in `NOT_BEGUN`.
+    """Make the error for a function that returned `made`, whose type is in `NOT_BEGUN`.
 
-    Args:
-        made: The object.
-        on_worker: Whether the function must be a plain one, because a worker calls it.
+    With `on_worker` the function must be a plain one, because a worker calls it.
     """
     kind = type(made).__name__.replace("_", " ")
     kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
@@ -235,9 +230,7 @@ def not_begun(made: Any, *, on_worker: bool = False) -> TypeError:
 def check_callable(fn: object, *, generators: bool = False) -> None:
     """Raise TypeError unless workers can run `fn`: a callable, and no coroutine function.
 
-    Args:
-        fn: What the user gave.
-        generators: Whether `fn` may be a generator function.
+    With `generators`, `fn` may be a generator function.
     """
     function = function_of(fn)
     if not callable(function):
@@ -251,7 +244,7 @@ def check_callable(fn: object, *, generators: bool = False) -> None:
 
 
 def _not_callable(given: object) -> TypeError:
-    what = repr(given) if given is None or isinstance(given, int | str) else described(given)
+    what = repr(given) if isinstance(given, int | str | None) else described(given)
     if isinstance(given, types.CoroutineType):
         given.close()  # as in `not_begun`
         what = f"a coroutine ({given.__qualname__}), which must be awaited"
@@ -283,9 +276,9 @@ _MOST_LISTED = 8
 def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
     """Make a `__repr__` from `describe`, which returns the text after the class name.
 
-    `describe` must take no lock: a debugger may have stopped the thread that holds it. If
-    `describe` fails, the text is "half made", because an error in a `__repr__` would hide the error
-    that is being reported.
+    `describe` must take no lock: a debugger may have stopped the thread that holds the lock. If
+    `describe` fails, the text is "half made": an error in a `__repr__` would hide the error that
+    is being reported.
     """
 
     @functools.wraps(describe)

@@ -36,7 +36,7 @@ else:
 
 TensorT = TypeVar("TensorT", bound=Tensor)
 Item: TypeAlias = "TensorT | float | np.ndarray[Any, Any]"
-"""What `collate` makes a tensor of; an alias for type checkers, because NumPy may be missing."""
+"""What `collate` makes a tensor of. Only type checkers read this: NumPy may be missing."""
 
 NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """The numbers that become tensors, by exact type: an `IntEnum` is not just its number."""
@@ -53,7 +53,7 @@ def is_numeric_array(leaf: Any) -> bool:
 
 
 def becomes_tensor(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor, or `collate` makes it one."""
+    """Whether `leaf` is a tensor, or `collate` makes a tensor of it."""
     return isinstance(leaf, Tensor) or type(leaf) in NUMBERS or is_numeric_array(leaf)
 
 
@@ -84,6 +84,15 @@ def describe(node: Any) -> str:
         return kind
     keys = list(parts[0])
     return f"{kind} of {len(keys)}" if keys == list(range(len(keys))) else f"{kind} of {keys}"
+
+
+def out_of_range(dim: int, value: Any, path: Path) -> ValueError:
+    """Make the error for a tensor or an array that has no dimension `dim`."""
+    ndim = len(value.shape)
+    return ValueError(
+        f"dim {dim} is out of range for {format_path(path)} of shape {tuple(value.shape)}: "
+        f"expected [{-ndim}, {ndim - 1}]"
+    )
 
 
 def collate(items: Sequence[Any]) -> Any:
@@ -157,7 +166,7 @@ class Join:
 
     def arrays(self, column: list[Any], path: Path) -> Tensor:
         """Join a column whose first item is an array of numbers."""
-        require(is_numeric_array, column, path)
+        _require(is_numeric_array, column, path)
         # torch refuses another byte order and negative strides, and warns about read-only arrays.
         natives = [np.require(item, item.dtype.newbyteorder("="), ("C", "W")) for item in column]
         return self.tensors([torch.from_numpy(native) for native in natives], path)
@@ -171,7 +180,7 @@ def collate_with(join: Join, items: Iterable[Any]) -> Any:
     return _collate(column, "item", join)
 
 
-def require(test: Callable[[Any], bool], column: list[Any], path: Path) -> None:
+def _require(test: Callable[[Any], bool], column: list[Any], path: Path) -> None:
     """Raise ValueError for the first item of a column that fails the test."""
     for index, item in enumerate(column):
         if not test(item):
@@ -180,7 +189,7 @@ def require(test: Callable[[Any], bool], column: list[Any], path: Path) -> None:
 
 def _require_type(kind: type, column: list[Any], path: Path) -> None:
     if set(map(type, column)) != {kind}:  # faster than one by one
-        require(lambda item: type(item) is kind, column, path)
+        _require(lambda item: type(item) is kind, column, path)
 
 
 def _collate(column: list[Any], path: Path, join: Join) -> Any:
@@ -194,7 +203,7 @@ def _collate(column: list[Any], path: Path, join: Join) -> Any:
     if _item_parts(first) is not None:
         return _containers(column, path, join)
     # Neither a tensor nor a container: such items are kept.
-    require(lambda item: not becomes_tensor(item) and _item_parts(item) is None, column, path)
+    _require(lambda item: not becomes_tensor(item) and _item_parts(item) is None, column, path)
     return column
 
 
@@ -222,12 +231,8 @@ def _containers(column: list[Any], path: Path, join: Join) -> Any:
     parts = [found for item in column if (found := children(item)) is not None]
     keys, _, rebuild = parts[0]
     columns = zip(*aligned(parts, lambda index: _difference(column, index, path)), strict=True)
-    return rebuild(
-        [
-            _collate(list(inner), (path, first, key), join)
-            for key, inner in zip(keys, columns, strict=True)
-        ]
-    )
+    pairs = zip(keys, columns, strict=True)
+    return rebuild([_collate(list(inner), (path, first, key), join) for key, inner in pairs])
 
 
 def _difference(column: list[Any], index: int, path: Path) -> ValueError:
@@ -308,12 +313,9 @@ class _Padding(Join):
             return super().tensors(column, path)
         dim = self._dim
         if not -first.ndim <= dim < first.ndim:
-            raise ValueError(
-                f"dim {dim} is out of range for {format_path(path)} of shape "
-                f"{tuple(first.shape)}: expected [{-first.ndim}, {first.ndim - 1}]"
-            )
+            raise out_of_range(dim, first, path)
         traits = _traits(first, dim)
-        require(
+        _require(
             lambda item: isinstance(item, Tensor) and _traits(item, dim) == traits, column, path
         )
         self._measure(column, path)
@@ -363,7 +365,7 @@ class _Padding(Join):
 
 
 def _traits(tensor: Tensor, dim: int) -> object:
-    """Everything that must be equal in tensors that are padded along `dim`."""
+    """What must be equal in all tensors that are padded along `dim`."""
     shape = tuple(tensor.shape)
     at = dim % len(shape) if shape else 0
     return len(shape), shape[:at] + shape[at + 1 :], tensor.dtype, tensor.device
@@ -376,7 +378,7 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
     so a size that equals `count` by chance never changes the meaning:
 
     - A list at the top has one output per item.
-    - Everything else is one tree for the whole batch. Its tensors and NumPy arrays have size
+    - Everything else is one tree for the whole batch. Tensors and NumPy arrays in it have size
       `count` in dim 0, and are split there. A list in the tree that holds no tensor or array has
       one value per item. Other lists and containers are searched. Any other value goes to every
       item.
@@ -386,8 +388,7 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
     So `[boxes_of_a, boxes_of_b]` is two outputs, and `(logits, hidden)` is two tensors of a batch.
     `unbatch(collate(items), len(items))` returns the items, with tensors in place of numbers and
     arrays, except for items that are lists of tensors, arrays or numbers. A result without any
-    value per item is refused, because it is probably a mistake; so is the result for empty items
-    (`{}`).
+    value per item, probably a mistake, is refused; so is the result for empty items (`{}`).
 
     The outputs are views, made by `Tensor.unbind`. One view keeps the whole batch in memory, and
     under autograd views cannot be edited in place: `clone()` an output that you keep.
@@ -415,7 +416,7 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
 
 
 def check_batched(outputs: Any, count: int) -> None:
-    """Raise the `aiopar.OutputMismatch` that `unbatch` would raise, without splitting."""
+    """Raise the `aiopar.OutputMismatch` that `unbatch` would raise; split nothing."""
     if isinstance(outputs, Tensor):
         _check_size(outputs, count, "output")
     else:

@@ -39,7 +39,7 @@ def _devices_of(accelerator: torch.device) -> tuple[torch.device, ...]:
 
 def all_accelerators() -> tuple[torch.device, ...]:
     """Every accelerator of this machine, in the order of the indices."""
-    # Not cached: an out-of-tree backend may be registered after aiopar is imported.
+    # Never cached: an out-of-tree backend may be registered after aiopar is imported.
     accelerator = torch.accelerator.current_accelerator()
     return () if accelerator is None else _devices_of(accelerator)
 
@@ -59,7 +59,7 @@ def unsupported_hardware() -> str | None:
 
 
 def describe_accelerator(device: torch.device) -> tuple[str | None, int | None]:
-    """The name of an accelerator and the bytes of its memory; None: its backend does not tell."""
+    """The name and the memory in bytes of an accelerator; None for what its backend hides."""
     module = torch.get_device_module(device)
     properties = getattr(module, "get_device_properties", lambda _: None)(device)
     return getattr(properties, "name", None), getattr(properties, "total_memory", None)
@@ -84,26 +84,16 @@ def default_devices() -> tuple[torch.device, ...]:
     return all_accelerators() or (torch.device("cpu"),) * max(2, core_count())
 
 
-def _accelerator_type() -> str | None:
-    devices = all_accelerators()
-    return devices[0].type if devices else None
-
-
 def is_accelerator(device: torch.device) -> bool:
-    """Whether work on `device` is asynchronous, with streams and events."""
-    return device.type not in ("cpu", "meta") and device.type == _accelerator_type()
+    """Whether work on `device`, which has an index, is asynchronous, with streams and events."""
+    return device.type not in ("cpu", "meta") and device in all_accelerators()
 
 
 def parse_device(device: Device) -> torch.device:
     """Return the canonical `torch.device` of `device`, so that equal devices compare equal.
 
-    Args:
-        device: A `torch.device`, a string, or the index of an accelerator. An accelerator without
-            an index is the current one.
-
-    Raises:
-        TypeError: `device` is something else.
-        ValueError: This machine has no such device.
+    An accelerator without an index is the current one. Raises TypeError for what is no device, and
+    ValueError if this machine has no such device.
     """
     if not isinstance(device, (torch.device, str)):
         index = as_int("device", device, "a torch.device, a str or an int")
@@ -121,25 +111,19 @@ def parse_device(device: Device) -> torch.device:
 
 
 def _accelerator(kind: str | None, index: int | None, given: Device) -> torch.device:
-    present = _accelerator_type()
-    if present is None or kind not in (None, present):
-        found = "no accelerator" if present is None else f"only {present} accelerators"
+    present = all_accelerators()
+    if not present or kind not in (None, present[0].type):
+        found = f"only {present[0].type} accelerators" if present else "no accelerator"
         raise ValueError(f"device {given!r} is not available: this machine has {found}")
     if index is None:
         index = torch.accelerator.current_device_index()
-    count = torch.accelerator.device_count()
-    if not 0 <= index < count:
+    if not 0 <= index < (count := len(present)):
         raise ValueError(f"device {given!r} is out of range: expected an index in [0, {count})")
-    return torch.device(present, index)
+    return present[index]
 
 
 def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
-    """Return canonical devices, repeats included.
-
-    Raises:
-        TypeError: `devices` is a string or bytes, or an item is no device.
-        ValueError: `devices` is empty, or this machine does not have a device.
-    """
+    """Return canonical devices, repeats included; raise as `parse_device`, and for none at all."""
     # The items of bytes are ints, and would be indices.
     if isinstance(devices, str | bytes | bytearray) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a sequence of devices, got {devices!r}")
@@ -152,8 +136,8 @@ def parse_devices(devices: Iterable[Device]) -> tuple[torch.device, ...]:
 def slot_stream(device: torch.device) -> torch.Stream | None:
     """Make a stream for one worker of `device`; None for a device without streams.
 
-    Not the default stream, on which a read by the event loop's thread (`.tolist()`) would wait for
-    the kernels of later calls.
+    Workers do not use the default stream: there, a read by the event loop's thread (`.tolist()`)
+    would wait for the kernels of later calls.
     """
     if not is_accelerator(device):
         return None
@@ -192,21 +176,16 @@ def _as_own_class(stream: torch.Stream) -> torch.Stream:
     own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
     if own_class is None or isinstance(stream, own_class):
         return stream
-    return _another(stream, own_class)
+    return to_enter(stream, own_class)
 
 
-def to_enter(stream: torch.Stream) -> torch.Stream:
-    """Return a new object of `stream`, for one `with` block.
+def to_enter(stream: torch.Stream, kind: type[torch.Stream] = torch.Stream) -> torch.Stream:
+    """Return a new object for the same stream, for one `with` block.
 
     A stream object that is entered keeps the thread's earlier stream. Two threads that enter one
     object would get each other's earlier stream back.
     """
-    return _another(stream, torch.Stream)
-
-
-def _another(stream: torch.Stream, stream_class: type[torch.Stream]) -> torch.Stream:
-    """A new object for the same stream."""
-    return stream_class(
+    return kind(
         stream_id=stream.stream_id,
         device_index=stream.device_index,
         device_type=stream.device_type,
@@ -253,8 +232,8 @@ class CallerStream:
 
     stream: torch.Stream
     event: torch.Event | None
-    """Done when the work launched before the call is done. None for the default stream: then the
-    worker records the event when it starts, off the event loop."""
+    """Done when the work launched before the call is done. None for the default stream: there the
+    worker records the event when the call starts, off the event loop."""
 
 
 def capture_streams() -> tuple[CallerStream, ...]:
@@ -286,11 +265,9 @@ def on_stream(stream: torch.Stream) -> bool:
 
 
 def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None) -> None:
-    """Make the calling thread's streams wait for the work that the caller has launched.
+    """Make the calling thread's streams wait for the work launched on the streams `callers`.
 
-    Args:
-        callers: The caller's stream of each accelerator.
-        own: A stream that waits in place of the thread's current stream of its device.
+    On the device of `own`, the stream `own` waits in place of the thread's current stream.
     """
     for caller in callers:
         device = caller.stream.device
@@ -302,7 +279,7 @@ def order_after(callers: Iterable[CallerStream], own: torch.Stream | None = None
 def result_events(
     result: Iterable[torch.Tensor], own: torch.Stream | None = None
 ) -> list[torch.Event]:
-    """Record events that are done when `result` is complete, on the thread that launched it.
+    """Record events that are done when `result`, launched by this thread, is complete.
 
     The events are on the worker's stream `own`, if any, and on the current streams of the other
     accelerators that `result` has tensors on.
@@ -315,8 +292,8 @@ def result_events(
 def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
     """Tell the allocator that `stream` uses `tensors`: it reuses their memory only afterwards.
 
-    Without this, the memory returns to the tensor's own stream with the last reference. That stream
-    could overwrite it while `stream` still reads.
+    Otherwise the memory returns to the tensor's own stream with the last reference, and that stream
+    could overwrite the memory while `stream` still reads.
     """
     for tensor in tensors:
         # A sparse tensor has no memory of its own.

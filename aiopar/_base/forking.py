@@ -29,8 +29,8 @@ def held_across_fork() -> "threading.RLock":
     """Make a lock that no other thread holds while the process forks.
 
     So a child inherits neither a locked lock nor half changed data. Never fork while you hold the
-    lock. It is re-entrant, because the garbage collector may run while the lock is held, and close
-    a coroutine that takes the lock.
+    lock. The lock is re-entrant: the garbage collector may run while the lock is held, and close a
+    coroutine that takes the lock.
     """
     lock = threading.RLock()
     _held_across.append(lock)
@@ -38,11 +38,7 @@ def held_across_fork() -> "threading.RLock":
 
 
 class Registry(Generic[T]):
-    """A thread-safe set of weakly referenced objects.
-
-    Args:
-        in_child: Called with each object in a forked child, to repair its locks and threads.
-    """
+    """A thread-safe set of weakly referenced objects; a forked child repairs each `in_child`."""
 
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
         self._members: weakref.WeakSet[T] = weakref.WeakSet()
@@ -56,8 +52,8 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Iterate over the objects that are alive at this moment."""
         while True:
-            # The set raises RuntimeError if another thread adds an object meanwhile. A lock would
-            # stay held in a forked child, or in a thread that a signal handler interrupts.
+            # The set raises RuntimeError if another thread adds an object meanwhile. A lock in its
+            # place would stay held in a forked child, or in a thread that a handler interrupts.
             with suppress(RuntimeError):
                 return iter(tuple(self._members))
 
@@ -68,14 +64,9 @@ class Registry(Generic[T]):
 
 def live_methods(references: "set[weakref.WeakMethod[M]]") -> list[M]:
     """The bound methods of a set whose objects are alive; the others are discarded."""
-    found: list[M] = []
-    for reference in tuple(references):
-        method = reference()
-        if method is None:
-            references.discard(reference)
-        else:
-            found.append(method)
-    return found
+    found = {reference: reference() for reference in tuple(references)}
+    references.difference_update([dead for dead, method in found.items() if method is None])
+    return [method for method in found.values() if method is not None]
 
 
 class ReentrantLock(RLock):  # type: ignore[misc]  # only type checkers take it for final
@@ -106,9 +97,9 @@ _making_sockets = held_across_fork()
 
 
 def own_socketpair() -> tuple[socket.socket, socket.socket]:
-    """A pair of connected sockets, each of which reads its end as soon as this process ends.
+    """A pair of connected sockets without copies in forked children.
 
-    Forked children keep no copies.
+    So each socket reads its end as soon as this process ends.
     """
     with _making_sockets:
         pair = socket.socketpair()

@@ -21,9 +21,7 @@ def cgroup_cores(
 ) -> float:
     """How many cores Linux grants to the cgroup of this process; infinity if there is no limit.
 
-    Args:
-        groups: The file that names the cgroup for each hierarchy.
-        mounted: Where the hierarchies are mounted.
+    The file `groups` names the cgroup for each hierarchy below `mounted`.
     """
     granted = inf
     with suppress(OSError):  # not Linux
@@ -84,8 +82,8 @@ def _openmp_libraries() -> tuple[Any, ...]:
 
 def operator_threads() -> int:
     """Return how many threads the operators of the calling thread use."""
-    # Torch's function sets the process-wide default for a thread on the thread's first call. So
-    # this must come before `set_operator_threads`.
+    # Torch's function sets the process-wide default for a thread on the thread's first call. So the
+    # first call must come before `set_operator_threads`.
     return torch.get_num_threads()
 
 
@@ -103,8 +101,7 @@ def set_operator_threads(count: int) -> None:
 class CoreShares:
     """Divides the cores of the process among the workers of an executor that are running.
 
-    Args:
-        num_threads: How many threads every worker gets. None: an equal share, at least one.
+    Each worker gets an equal share, at least one core, or `num_threads` if that is given.
     """
 
     def __init__(self, num_threads: int | None) -> None:

@@ -59,7 +59,7 @@ _ACCELERATOR_DTYPE = dict(zip(_AUTOCAST_TYPES, _DEFAULT_DTYPES, strict=True)).ge
 
 @dataclass(frozen=True, slots=True)
 class PortableState:
-    """The part of a caller's torch state that can be pickled, for a host in another process."""
+    """The part of a caller's torch state that can be pickled, for a worker in another process."""
 
     grad: bool = True
     forward_grad: bool = True
@@ -70,7 +70,7 @@ class PortableState:
     """The device of the innermost `torch.device(...)` or `torch.set_default_device`."""
 
     def torch_state(self) -> "TorchState":
-        """The whole state, for `applied` on the host."""
+        """The whole state, for `applied` in the other process."""
         device = self.default_device
         modes = () if device is None else (DeviceContext(device),)
         return TorchState(**_portable_fields(self), function_modes=modes)
@@ -87,17 +87,17 @@ class TorchState(PortableState):
     hooks: tuple[_Hooks, ...] = ()
     """Saved-tensor hooks, (pack, unpack), the outermost first; torch applies the innermost only."""
 
-    # Calls do not take the state below along: it stays with the code that has set it.
+    # Calls do not take the fields below along: that state stays with the code that has set it.
     dispatch_modes: tuple[Any, ...] = ()
     hooks_disabled: str | None = None
     """The message of `disable_saved_tensors_hooks`."""
     multithreading: bool = True
     """Whether backward may use several threads."""
     autocast_cache: bool = False
-    """Whether autocast keeps its casts of weights. Off in calls: all threads have one cache, which
-    may hold casts from before an optimizer step."""
+    """Whether autocast keeps its casts of weights. In calls it does not: all threads share one
+    cache, which may hold casts from before an optimizer step."""
     autocast_nesting: int = 0
-    """How many `autocast` blocks torch counts. After the last, it drops its casts of weights."""
+    """How many `autocast` blocks torch counts. After the last block torch drops the casts."""
 
     @property
     def portable(self) -> PortableState:
@@ -195,7 +195,7 @@ def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
     """Whether a hook gives right gradients if several threads save tensors.
 
     The hook of `torch.utils.checkpoint` numbers the tensors in the order in which they are saved.
-    The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which stays on its thread.
+    The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which its thread keeps.
     """
     module, name = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
     return module != "torch.utils.checkpoint" and (module, name.split(".")[0]) != (
@@ -322,7 +322,7 @@ class _InferenceMode(threading.local):
     """Sets inference mode of this thread without a block.
 
     torch has only guards, whose destructor restores the mode from before the guard. So the last
-    guard is kept, and left before the next guard is entered. All other state is cleared then.
+    guard is kept, and left before the next guard is entered, when all other state is clear.
     """
 
     _guard: Any = None
@@ -348,7 +348,7 @@ def undo_leaks(state: TorchState | None = None) -> None:
 
 
 def make_fresh() -> None:
-    """Undo what calls or callbacks may have left on a thread that has a new thread's state."""
+    """Undo what calls or callbacks may have left on a thread whose own state is a new thread's."""
     if not is_fresh():
         undo_leaks()
 
@@ -366,7 +366,7 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
         self._state = state
 
     def __enter__(self) -> None:
-        # The guard's exit restores an absolute value, so it also undoes an inference mode that the
+        # The guard's exit restores an absolute value: that also undoes an inference mode that the
         # body has entered and not left.
         self._inference = torch.inference_mode(self._state.inference)
         self._inference.__enter__()
@@ -416,18 +416,15 @@ class SuspendedState:
         return suspended
 
     def __enter__(self) -> None:
-        self._outside = fresh()
+        self._outside, self._inside = fresh(), applied(self._state)
         self._outside.__enter__()
-        self._inference = torch.inference_mode(self._state.inference)
-        self._inference.__enter__()
-        _set(self._state)
+        self._inside.__enter__()
 
     def __exit__(self, *error: object) -> None:
         self._state = _read()
         # Casts of an `autocast` block with a cache would be stale after an optimizer step.
         torch.clear_autocast_cache()
-        _clear()
-        self._inference.__exit__(None, None, None)
+        self._inside.__exit__()
         self._outside.__exit__()
 
 
@@ -443,9 +440,8 @@ _MOST_CAUSES = 10
 def free_failed_backwards(error: BaseException | None = None) -> None:
     """Free what failed backwards have left on this thread.
 
-    Args:
-        error: The error of a call; nothing happens unless a backward has raised it. None: the
-            thread ends; nothing happens unless operations were recorded on it.
+    With the `error` of a call, only if a backward has raised `error`. Without one the thread ends:
+    then only if operations were recorded on it.
     """
     if _autograd._get_sequence_nr() if error is None else _failed_in_backward(error):
         with fresh(), suppress(RuntimeError):  # a forked child may be unable to run one
@@ -491,8 +487,7 @@ class CallerState:
     @property
     def streams(self) -> tuple[CallerStream, ...]:
         """The caller's current stream of every accelerator; empty if none is in use."""
-        # A forked child must not wait for the streams of its parent.
-        devices = accelerators_in_use()
+        devices = accelerators_in_use()  # none in a forked child: it must not wait for these
         # If no accelerator was in use at the capture, the caller had set no stream.
         return (self._streams or default_streams(devices)) if devices else ()
 
@@ -515,7 +510,7 @@ class CallerState:
     def run(self, fn: Callable[..., T], *args: Any) -> T:
         """Return `fn(*args)`, run on a thread that is under this state, in a context of its own.
 
-        What `fn` leaves behind is undone, so that the next call on the thread does not see it.
+        State that `fn` leaves behind is undone: the next call on the thread does not see it.
         """
         state, cache = self.torch_state, torch.is_autocast_cache_enabled()
         try:
@@ -539,8 +534,8 @@ class CallerState:
             result: T = await _steps(self, _awaited(fn, args))
             return result
         finally:
-            # Since CPython 3.12 the frames in an error's traceback refer to this frame. So it must
-            # not keep arguments that may hold the error.
+            # Since CPython 3.12 the frames in an error's traceback refer to this frame, which must
+            # therefore not keep arguments: they may hold the error.
             del fn, args
 
 
@@ -588,6 +583,6 @@ def _entered(state: CallerState) -> ExitStack:
         entered.enter_context(applied(state.torch_state or FRESH_STATE))
     for caller in state.streams:
         if not on_stream(caller.stream):
-            # Entered, not set: that would also change the thread's current device for good.
+            # To set the stream would also change the thread's current device for good.
             entered.enter_context(to_enter(caller.stream))
     return entered

@@ -25,7 +25,7 @@ def add_note_once(error: BaseException, start: str, rest: str = "") -> None:
 
 
 def log_failure(what: str, ended: "Future[Any]") -> None:
-    """Log the error of `ended`, which nobody awaits: `what` failed when it was closed."""
+    """Log the error of the close of `what`, if `ended`, which nobody awaits, has one."""
     if not ended.cancelled() and (error := ended.exception()) is not None:
         logger.error("%s failed when it was closed", what, exc_info=error)
 
@@ -64,7 +64,7 @@ def own_traceback(error: E) -> E:
 
 
 def drop_frames(error: BaseException) -> None:
-    """Drop the tracebacks of `error` and of its causes: their frames keep tensors alive."""
+    """Drop the tracebacks of `error`, its causes and members: their frames keep tensors alive."""
     for one in error_chain(error):
         one.with_traceback(None)
 

@@ -14,16 +14,16 @@ what a container is and how it is rebuilt.
 | transformers' caches and their layers   | attributes          | without running its code        |
 
 "Without running its code": `__init__`, `__new__` and `__post_init__` do not run again, because they
-may do more than store their arguments. Other attributes of the object are kept, except those that
-`functools.cached_property` has computed from the old contents. Everything else is a leaf: numbers,
-strings, sets, classes, `torch.Size`, other objects.
+may do more than store their arguments. Other attributes of the object are kept, except values of
+`functools.cached_property`, which were computed from the old contents. Everything else is a leaf:
+numbers, strings, sets, classes, `torch.Size`, other objects.
 
-`scatter` and `gather` also search other iterables, as torch's `gather` does (`iterable_parts`).
-Other callers do not, because an iterable may be a data loader. Callers that split or join batches
-take a dataclass with more state than its fields for a value (`batch_children`).
+Only `scatter` and `gather` search other iterables (`iterable_parts`), as torch's `gather` does: an
+iterable may be a data loader. Callers that split or join batches take a dataclass with more state
+than its fields for a value (`batch_children`).
 
-`torch.nn.parallel` uses recursive closures for this. Such closures are reference cycles, which keep
-tensors alive until the garbage collector runs. The functions here form no cycles.
+No function here is a recursive closure, as in `torch.nn.parallel`: such closures are reference
+cycles, which keep tensors alive until the garbage collector runs.
 """
 
 import copy
@@ -69,8 +69,7 @@ _NOT_SEARCHED = (str, bytes, bytearray, memoryview, Mapping, Set)
 def children(node: Any) -> Parts | None:
     """Return the parts of a container and how to rebuild it from new ones; None for a leaf.
 
-    Raises:
-        TypeError: From the rebuild function: the container cannot be rebuilt. Names its class.
+    The rebuild function raises TypeError if the class cannot be rebuilt.
     """
     kind = type(node)
     # Exact types first: they are the most common by far, and every call gets here.
@@ -136,9 +135,7 @@ def aligned(
 ) -> list[Collection[Any]]:
     """Return the values of each container, in the order of the first container's keys.
 
-    Args:
-        containers: The results of `children`.
-        mismatch: Makes the error for a container with other keys, from its index.
+    `mismatch` makes the error for a container with other keys, from the container's index.
     """
     order = list(containers[0][0])
     rows: list[Collection[Any]] = []
@@ -201,9 +198,6 @@ def iterable_parts(node: Any) -> Parts | None:
 
     It is rebuilt by `type(node)(items)`, as in torch's `gather`, but only if the result iterates
     over the same items. So a graph that iterates over (name, value) pairs is a value.
-
-    Raises:
-        TypeError: From the rebuild function, as in `children`.
     """
     if not is_other_iterable(node):
         return None
@@ -233,23 +227,15 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
-    """Return `tree` with `fn(tensor)` in place of each tensor. Other parts are as in `unzip`.
-
-    Example:
-        >>> map_tensors(torch.neg, {"a": torch.ones(2), "b": [torch.zeros(1), "text"]})
-        {'a': tensor([-1., -1.]), 'b': [tensor([-0.]), 'text']}
-    """
+    """Return `tree` with `fn(tensor)` in place of each tensor. Other parts are as in `unzip`."""
     return unzip(lambda leaf: [fn(leaf)] if isinstance(leaf, Tensor) else None, tree, 1)[0]
 
 
 def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors of `tree`, depth first.
+    """Yield the tensors of `tree`, which may be any object, depth first.
 
-    An object that occurs twice is searched once, so that `tree` may contain itself.
-
-    Args:
-        tree: Any object, such as the arguments or the result of a function.
-        few: Whether to search only a few thousand items. Use it on the loop's thread.
+    An object that occurs twice is searched once, so that `tree` may contain itself. With `few` only
+    a few thousand items are searched: the loop's thread must not search for long.
     """
     seen: dict[int, Any] = {}  # keeps the objects: the `id` of a freed one may be used again
     ahead = [iter((tree,))]
@@ -287,12 +273,10 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
     """Turn one tree into `count` trees of the same structure.
 
     `split` is called on every node from the top. If it returns a list of `count` values, each tree
-    gets one value in place of the node. A part without such a node is shared: leaves, dataclasses
-    and tuple subclasses are the same object in every tree. Lists, dicts and caches are copied, so
-    that replicas do not see each other's edits.
-
-    Raises:
-        ValueError: A container with such a node contains itself, or is nested too deeply.
+    gets one value in place of the node. In a part without such a node, leaves, dataclasses and
+    tuple subclasses are the same object in every tree. Lists, dicts and caches are copied, so that
+    replicas do not see each other's edits. A container with such a node that contains itself, or
+    is nested too deeply, raises ValueError.
     """
     try:
         columns = _unzip(split, tree, count)
@@ -350,12 +334,7 @@ def _fresh(node: Any) -> Any:
 
 
 def format_path(path: Path) -> str:
-    """Write a path as Python code.
-
-    Example:
-        >>> format_path((("inputs", [{}], 0), {"mask": None}, "mask"))
-        "inputs[0]['mask']"
-    """
+    """Write a path as Python code, as `inputs[0]['mask']`."""
     if isinstance(path, str):
         return path
     parent, node, key = path
@@ -372,10 +351,12 @@ def _rebuild_tuple_like(node: tuple[Any, ...], values: Sequence[Any]) -> Any:
     kind: Any = type(node)
     if hasattr(kind, "n_sequence_fields"):  # torch.return_types.*, made from one sequence
         return kind(tuple(values))
-    try:
-        rebuilt = tuple.__new__(kind, values)
-    except TypeError as error:
-        raise _cannot_rebuild(kind, error) from error
+    return _with_attributes(node, partial(tuple.__new__, kind, values))
+
+
+def _with_attributes(node: Any, make: Callable[[], Any]) -> Any:
+    """Make an object of the class of `node`, with the other attributes of `node`."""
+    rebuilt = _made(type(node), make)
     if attributes := _attributes(node):
         rebuilt.__dict__.update(attributes)
     return rebuilt
@@ -405,18 +386,12 @@ def _rebuild_dict_like(node: Any, values: Sequence[Any]) -> Any:
 
 
 def _rebuild_by_constructor(node: Any, contents: Any) -> Any:
-    kind = type(node)
-    try:
-        return kind(contents)
-    except TypeError as error:
-        raise _cannot_rebuild(kind, error) from error
+    kind: Any = type(node)
+    return _made(kind, lambda: kind(contents))
 
 
 def _shallow_copy(node: Any) -> Any:
-    try:
-        rebuilt = copy.copy(node)
-    except TypeError as error:
-        raise _cannot_rebuild(type(node), error) from error
+    rebuilt = _made(type(node), partial(copy.copy, node))
     for name in getattr(node, "__dict__", {}).keys() - _attributes(node).keys():
         del rebuilt.__dict__[name]
     return rebuilt
@@ -441,13 +416,7 @@ def _dataclass_children(node: Any) -> Parts:
 
 
 def _rebuild_object(node: Any, names: Collection[str], values: Sequence[Any]) -> Any:
-    kind = type(node)
-    try:
-        rebuilt = object.__new__(kind)
-    except TypeError as error:
-        raise _cannot_rebuild(kind, error) from error
-    if attributes := _attributes(node):
-        rebuilt.__dict__.update(attributes)
+    rebuilt = _with_attributes(node, partial(object.__new__, type(node)))
     for name, value in zip(names, values, strict=True):
         object.__setattr__(rebuilt, name, value)  # past the guard of a frozen dataclass
     return rebuilt
@@ -490,8 +459,11 @@ def _attributes(node: Any) -> dict[str, Any]:
     }
 
 
-def _cannot_rebuild(kind: type, error: TypeError) -> TypeError:
-    return TypeError(
-        f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with other contents ({error}): "
-        "pass its tensors in a tuple, list, dict or dataclass"
-    )
+def _made(kind: type, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except TypeError as error:
+        raise TypeError(
+            f"cannot rebuild a {kind.__module__}.{kind.__qualname__} with other contents "
+            f"({error}): pass its tensors in a tuple, list, dict or dataclass"
+        ) from error

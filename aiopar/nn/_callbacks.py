@@ -18,10 +18,10 @@ CALLBACK = "__data_parallel_replicate__"
 
 
 class CallbackContext:
-    """A namespace that the copies of one module share. Callbacks may set any attribute on it.
+    """A namespace that the copies of one module share. Callbacks may set any attribute there.
 
     Mirrors jactorch's `CallbackContext`: a plain object without attributes. All copies of a
-    submodule get the same context. Each submodule and each replication has its own.
+    submodule get the same context. Each submodule has its own, anew for each replication.
 
     Example:
         >>> ctx = CallbackContext()
@@ -30,8 +30,7 @@ class CallbackContext:
         ['the first']
     """
 
-    _path = ""
-    """The path of the submodule in the replicated module, for messages."""
+    _path = ""  # of the submodule in the replicated module, for messages
 
     if TYPE_CHECKING:  # any attribute may be set
 
@@ -105,10 +104,8 @@ def any_defines_callback(root: nn.Module) -> bool:
 
 
 def patched(replicate: Callable[..., Any]) -> Callable[..., Any]:
-    """`replicate` of a wrapper, followed by the callbacks; a coroutine function if it is one.
-
-    The result is a partial of a module-level function, so that it can be pickled and deepcopied.
-    """
+    """`replicate` of a wrapper, followed by the callbacks; a coroutine function if it is one."""
+    # Partials of module-level functions can be pickled and deepcopied.
     return partial(_replicate_async if is_async(replicate) else _replicate, replicate)
 
 

@@ -64,10 +64,10 @@ class DataParallel(nn.Module, Generic[Out_co]):
     when `dp(x)` is called, not when it is awaited. Many tasks may await one `DataParallel` at once.
 
     **Kept replicas.** In grad mode each call replicates the module. Outside grad mode replicas are
-    kept between calls. They are refreshed when the module has changed: parameters, buffers,
-    `training`, `requires_grad`, submodules. Edits through `.data` leave no trace: call `refresh()`
-    after them. Attributes that a forward sets do not persist, as in torch. Pickle and deepcopy
-    leave kept replicas out.
+    kept between calls, and refreshed when the module has changed: parameters, buffers, `training`,
+    `requires_grad`, submodules. Edits through `.data` leave no trace: call `refresh()` after such
+    edits. Attributes that a forward sets do not persist, as in torch. Pickle and deepcopy leave
+    kept replicas out.
 
     **Overrides.** Subclasses may override `scatter`, `replicate`, `parallel_apply`, `gather` and
     `forward`, each with a plain function (a worker runs it) or a coroutine function. The inherited
@@ -237,9 +237,6 @@ class DataParallel(nn.Module, Generic[Out_co]):
         """The joined outputs."""
         return gather(outputs, output_device, self.dim, output_dims=self.output_dims)
 
-    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return await self._step("forward", *inputs, **kwargs)
-
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
             return await self._forward_on_one_device(inputs, kwargs)
@@ -295,26 +292,21 @@ class DataParallel(nn.Module, Generic[Out_co]):
             piece_sizes(roots, len(self.device_ids), self.dim, limit=MOST_CHECKED_ON_LOOP)
 
     def _replicas(self, module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-        if module is self.module:
-            replicas = self._replicas_of_own(devices)
-        else:  # an override replicates another module
-            replicas = replicate_sync(module, devices)
-        # A patched wrapper runs the callbacks itself, after its own `replicate`.
-        if any_defines_callback(replicas[0]) and not is_patched(self):
-            exec_data_parallel_replication_callback(replicas)
-        return replicas
-
-    def _replicas_of_own(self, devices: Sequence[torch.device]) -> list[nn.Module]:
-        module = self.module
-        if self._kept.module is not module:
+        is_own = module is self.module  # an override may replicate another module
+        if is_own and self._kept.module is not module:
             self._kept = KeptReplicas(module, self.device_ids)
         # In forward-mode AD too: a kept copy has no tangent.
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            check_placement(all_tensors(module), self.src_device_obj)
+        if not is_own or torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            if is_own:
+                check_placement(all_tensors(module), self.src_device_obj)
             replicas = replicate_sync(module, devices)
         else:
             replicas = self._kept.call_copies(len(devices))
-        self._kept.forward_starts()
+        if is_own:
+            self._kept.forward_starts()
+        # A patched wrapper runs the callbacks itself, after its own `replicate`.
+        if any_defines_callback(replicas[0]) and not is_patched(self):
+            exec_data_parallel_replication_callback(replicas)
         return replicas
 
     def _is_hooked(self) -> bool:
@@ -322,6 +314,9 @@ class DataParallel(nn.Module, Generic[Out_co]):
             getattr(self, f"_{kind}_hooks") or getattr(_torch_module, f"_global_{kind}_hooks")
             for kind in ("forward", "forward_pre", "backward", "backward_pre")
         )
+
+    async def _call_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return await self._step("forward", *inputs, **kwargs)
 
     async def _call_with_hooks(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         def call() -> Any:
@@ -358,8 +353,7 @@ def data_parallel(
 ) -> Coroutine[Any, Any, Any]:
     """Run `module` on `inputs` over several devices: a `DataParallel` for one call.
 
-    Mirrors `torch.nn.parallel.data_parallel`; its differences from torch are those of
-    `DataParallel`.
+    Mirrors `torch.nn.parallel.data_parallel`, with the differences of `DataParallel` from torch.
 
     Args:
         module: The module.
@@ -401,8 +395,8 @@ class ReplicationCallbackDataParallel(DataParallel[Out_co]):
     Every `DataParallel` runs replication callbacks once per replication, and so does this one.
 
     Mirrors jactorch's class of this name (`DataParallelWithCallback` in
-    Synchronized-BatchNorm-PyTorch). The differences are those of `DataParallel` from torch and
-    those of `exec_data_parallel_replication_callback`.
+    Synchronized-BatchNorm-PyTorch), with the differences of `DataParallel` from torch and of
+    `exec_data_parallel_replication_callback` from jactorch.
 
     Example:
         >>> import asyncio, torch
@@ -422,8 +416,8 @@ def patch_replication_callback(data_parallel: DataParallel[Any] | nn.DataParalle
 
     Mirrors jactorch's function of this name. Use it for a `torch.nn.DataParallel`, and for a
     subclass of aiopar's `DataParallel` whose `replicate` does not call the inherited one. Other
-    wrappers of aiopar run the callbacks anyway, and are left unchanged. So is a wrapper that is
-    patched already. A patched wrapper refers to itself, so the garbage collector frees it.
+    wrappers of aiopar run the callbacks anyway; these and patched wrappers are left unchanged. A
+    patched wrapper refers to itself, so the garbage collector frees it.
 
     Differences from jactorch: a wrong argument raises `TypeError` (there `AssertionError`);
     patching twice runs the callbacks once; `replicate` may be a coroutine function; a patched

@@ -19,9 +19,9 @@ from ._module_copy import M, ModuleTree, TensorMap, check_placement, copied, lik
 class KeptReplicas(Generic[M]):
     """Replicas of one module on several devices; weights are copied only when they have changed.
 
-    `call_copies` gives each call shallow copies of its own. They are made from the module as it is
-    at that moment, so plain attributes, `training` and hooks are always up to date. Attributes that
-    `forward` sets are gone after the call, and other calls do not see them.
+    `call_copies` gives each call shallow copies of its own, made from the module as it is at that
+    moment. So plain attributes, `training` and hooks are always up to date. Attributes that
+    `forward` sets are gone after the call, and other calls do not see these attributes.
 
     These changes are detected: an optimizer step (fused ones too), `load_state_dict`, in-place
     edits, `requires_grad_`, `.to(dtype)`, replaced, added and deleted tensors and submodules, and
@@ -33,11 +33,8 @@ class KeptReplicas(Generic[M]):
     call copies them, as in torch. `F.batch_norm` writes to them without a trace.
 
     Copied tensors are leaves with the `requires_grad` of their originals, and never inference
-    tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only.
-
-    Args:
-        module: The module. All its parameters and buffers must be on `devices[0]`.
-        devices: One entry per replica.
+    tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only. All
+    parameters and buffers of the module must be on `devices[0]`.
     """
 
     def __init__(self, module: M, devices: Sequence[torch.device]) -> None:
@@ -53,14 +50,10 @@ class KeptReplicas(Generic[M]):
         return type(self), (self.module, self._devices)
 
     def call_copies(self, count: int) -> list[M]:
-        """Make the replicas of one call, for the first `count` devices.
+        """Make the replicas of one call, for the first `count` devices; raise as `replicate`.
 
-        Their tensors are complete on their devices. Keep the replicas until the call's kernels
-        have run: the memory of a replaced copy goes back to the stream that made it.
-
-        Raises:
-            TypeError, ValueError: The module cannot be replicated; see `replicate_sync`.
-            RuntimeError: The module is not on the first device.
+        All tensors are complete on their devices. Keep the replicas until the call's kernels have
+        run: the memory of a replaced copy goes back to the stream that made the copy.
         """
         with self._lock:
             tree, tensor_maps = self._refresh_stale(), self._tensor_maps[:count]
@@ -73,7 +66,7 @@ class KeptReplicas(Generic[M]):
         """Note that a replica that shares the module's own buffers is about to run.
 
         A training forward may write to these buffers without a trace (to a codebook, through
-        `.data`), so the next call copies them.
+        `.data`), so the next call copies the buffers.
         """
         tree = self._tree
         if tree is not None and any(module.training for module in tree.modules):
@@ -182,29 +175,24 @@ def _note_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
 
 class _Target(NamedTuple):
     device: torch.device
-    shares: bool
-    """Whether an original on `device` is used itself, without a copy."""
+    shares: bool  # whether an original on `device` is used itself, without a copy
 
     def needs_copy(self, tensor: Tensor) -> bool:
         return not self.shares or tensor.device != self.device
 
 
 class _TensorCopies:
-    """Copies of some tensors for several targets, and whether they are still current.
+    """Copies of some tensors for several targets, and whether the copies are still current.
 
     A copy is current while `_version`, address, storage and `requires_grad` of both the copy and
     its original stay the same. Not thread-safe: the owner holds a lock.
-
-    Attributes:
-        maps: For each target, `id` of an original -> its copy.
-        copied_ids: The ids of all originals that have a copy.
     """
 
     def __init__(self, targets: Sequence[_Target]) -> None:
         self._targets = targets
         self._originals: Sequence[Tensor] = ()
-        self.maps: list[dict[int, Tensor]] = [{} for _ in targets]
-        self.copied_ids: set[int] = set()
+        self.maps: list[dict[int, Tensor]] = [{} for _ in targets]  # by the id of the original
+        self.copied_ids: set[int] = set()  # of all originals that have a copy
         self._forget_marks()
 
     def _forget_marks(self) -> None:
@@ -230,7 +218,7 @@ class _TensorCopies:
         self._forget_marks()  # a copy may fail (out of memory): then none is current
         self._originals = originals
         sources = [t for t in originals if any(to.needs_copy(t) for to in self._targets)]
-        # Watched before they are copied: a write that comes meanwhile makes the copies stale.
+        # Watched before the copies are made: a write that comes meanwhile makes them stale.
         self.copied_ids = set(map(id, sources))
         self._watch(sources)
         for index, target in enumerate(self._targets):

@@ -52,13 +52,13 @@ def replicate(
     - Replicas on the same device share the memory of the parameters; on the original's device it is
       the original's memory. A forward may write to that memory under `no_grad` (clamp, `max_norm`).
       All replicas on the device make the write, so the write must be idempotent.
-    - Replica 0 uses the original's own buffers if it is on the same device. In-place updates
-      (BatchNorm's running statistics) therefore persist. All other replicas have their own
-      buffers. A buffer that requires gradients is a differentiable copy.
+    - On the original's device, replica 0 uses the original's own buffers: in-place updates
+      (BatchNorm's running statistics) persist. All other replicas have their own buffers. A buffer
+      that requires gradients is a differentiable copy.
     - A parameter, buffer or submodule that appears twice is one object in the replica too.
-    - Attributes of parameters and buffers (`weight.scale`) go with the copies; tensors among them
-      to the device of the copy. A copy without a graph (`detach=True`, outside grad mode, frozen)
-      of a `torch.nn.Parameter` is one.
+    - Copies have the attributes of their parameters and buffers (`weight.scale`), on their device.
+      A copy of a `torch.nn.Parameter` without a graph (`detach=True`, outside grad mode, frozen)
+      is a `torch.nn.Parameter`.
     - Everything else is shared with the original, as in torch. A tensor in a plain attribute stays
       on its device. A plain attribute that refers to a submodule, a parameter or a bound method
       (a hook, for example) still refers to the original's.
@@ -166,10 +166,7 @@ def _parameter_copies(parameters: list[Tensor], device: torch.device, detach: bo
 def like(original: Tensor, made: Tensor, *, requires_grad: bool = False) -> Tensor:
     """`made`, a copy of `original`: a parameter if `original` is one, unless `made` has a graph.
 
-    Args:
-        original: The original.
-        made: The copy. It may be changed.
-        requires_grad: Whether a copy without a graph requires gradients.
+    `made` may be changed. `requires_grad` is for a copy without a graph.
     """
     if not made.requires_grad and isinstance(original, nn.Parameter):
         if type(made) is Tensor and issubclass(type(original), nn.Parameter):
@@ -223,11 +220,9 @@ class Forward(Protocol[T_co]):
     """A module, for type checkers: they read the type of its output from its `forward`."""
 
     @property
-    def forward(self) -> Callable[..., T_co]:
-        """The module's method."""
+    def forward(self) -> Callable[..., T_co]: ...
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; this method has no types."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def check_module(module: object) -> nn.Module:
@@ -249,13 +244,7 @@ def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
-    """Raise for the first of `modules`, which are all in `root`, that cannot be replicated.
-
-    Raises:
-        TypeError: The module is compiled, its `forward` is patched on the instance, or it is a
-            `ScriptModule` with Python children.
-        ValueError: The parameters of the module are not initialised yet.
-    """
+    """Raise as `replicate` for the first of `modules`, all in `root`, that cannot be replicated."""
     # The import is slow; before it no OptimizedModule can exist.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for module in modules:
@@ -331,8 +320,7 @@ class _Contents(NamedTuple):
     children: list[nn.Module | None]
     parameters: list[Tensor | None]
     buffers: list[Tensor | None]
-    ends: list[int]
-    """How long the three lists were after each module."""
+    ends: list[int]  # the lengths of the three lists after each module
 
     @property
     def tensors(self) -> list[Tensor | None]:
@@ -360,15 +348,10 @@ def _contents(modules: Iterable[nn.Module]) -> _Contents:
 
 
 class ModuleTree(Generic[M]):
-    """A module and every module in it, each once, as flat lists: fast to compare and to copy.
+    """A module and every module in it, as flat lists: fast to compare and to copy.
 
-    Attributes:
-        modules: Breadth first; the root comes first.
-        parameters: All parameters, each once.
-        buffers: All buffers, each once. A tensor that is both is a parameter.
-
-    Raises:
-        TypeError, ValueError: A module cannot be replicated; see `check_replicable`.
+    Modules (breadth first, the root first), parameters and buffers are listed once each. A tensor
+    that is both is a parameter. Modules that cannot be replicated raise (`check_replicable`).
     """
 
     def __init__(self, root: M) -> None:
@@ -453,10 +436,7 @@ def _link(
 
 
 def _replicates_itself(module: nn.Module) -> bool:
-    """Whether the module's class has a `_replicate_for_data_parallel` that is not torch's.
-
-    `ModuleTree.copy` does what torch's own overrides do (RNNs, lazy modules, `fx.GraphModule`).
-    """
+    # `ModuleTree.copy` does what torch's own overrides do (RNNs, lazy modules, `fx.GraphModule`).
     return not type(module)._replicate_for_data_parallel.__module__.startswith("torch.")
 
 

@@ -1,7 +1,7 @@
 """`parallel_apply` and `fork_apply`: N calls at the same time, each on its own worker."""
 
 import threading
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -31,8 +31,7 @@ def fork_apply(
     the futures to handle each result as soon as it arrives. If one call fails, the calls that have
     not started are dropped, and their futures have the same error.
 
-    Mirrors `torch.nn.parallel.parallel_apply`, but returns futures. Arguments, errors and the
-    differences from torch are those of aiopar's `parallel_apply`.
+    Arguments, errors and the differences from torch are those of aiopar's `parallel_apply`.
 
     Raises:
         ExecutorShutdown: A `RuntimeError`: the current executor is shut down.
@@ -65,8 +64,8 @@ def parallel_apply(
     When it is awaited, the calls are queued.
 
     If a call fails, calls that have not started are dropped, and calls that wait for each other
-    are released. When the running calls have ended, the error of the lowest index is raised. It is
-    the original error object, with a note that names replica and device and notes for the other
+    are released. When the running calls have ended, the error of the lowest index is raised: the
+    original error object, with a note that names replica and device and notes for the other
     errors. If the `await` is cancelled, the same happens, and then the cancellation goes on.
 
     Differences from torch: any device, the CPU included, and repeated devices; an error keeps its
@@ -117,7 +116,10 @@ class _ParallelCall:
         _check_length("inputs", inputs, count)
         given = (inputs[index] for index in range(count))
         self._args = [tuple(one) if isinstance(one, (list, tuple)) else (one,) for one in given]
-        self._kwargs = _as_kwargs(kwargs_tup, count)
+        if kwargs_tup is None:
+            kwargs_tup = [None] * count
+        _check_length("kwargs_tup", kwargs_tup, count)
+        self._kwargs = [as_kwargs(f"kwargs_tup[{n}]", kwargs_tup[n]) for n in range(count)]
         self._dispatcher = get_executor()._dispatcher
         self._groups = self._dispatcher.groups_on(self._parse_devices(devices))
         self._state = CallerState()
@@ -159,18 +161,13 @@ class _ParallelCall:
         except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort()
-            _leave(futures)
+            for future in futures:
+                future.cancel()
             if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
                 await settle(futures)
             raise
         finally:
             del futures  # the error's traceback refers to this frame: no reference cycle
-
-
-def _leave(futures: Sequence[Future[Any]]) -> None:
-    """Cancel calls: nobody waits for those that run."""
-    for future in futures:
-        future.cancel()
 
 
 # For the warning that a coroutine was never awaited.
@@ -187,20 +184,16 @@ def _check_length(name: str, given: Sequence[object], expected: int) -> None:
         raise ValueError(f"{name} has {len(given)} entries, but there are {expected} modules")
 
 
-def _as_kwargs(
-    given: Sequence[Mapping[str, Any] | None] | None, count: int
-) -> list[Mapping[str, Any]]:
-    if given is None:
-        return [{}] * count
-    _check_length("kwargs_tup", given, count)
-    return [as_kwargs(f"kwargs_tup[{index}]", given[index]) for index in range(count)]
-
-
 def _results(futures: Sequence[Future[Any]], gang: Gang) -> list[Any]:
     """Return the results, or raise an error."""
     trigger = gang.trigger
     try:
-        errors = _errors(futures, gang.dropped)
+        ended = {
+            index: future.exception()
+            for index, future in enumerate(futures)
+            if not (future.cancelled() or index in gang.dropped)
+        }
+        errors = {index: error for index, error in ended.items() if error is not None}
         # An aborted meeting is a consequence of another error, or of a cancellation.
         causes = [
             index
@@ -214,16 +207,7 @@ def _results(futures: Sequence[Future[Any]], gang: Gang) -> list[Any]:
             raise CancelledError("a call was cancelled before it started")
         return [future.value() for future in futures]
     finally:
-        del errors, futures  # as in `run`
-
-
-def _errors(futures: Sequence[Future[Any]], dropped: Collection[int]) -> dict[int, BaseException]:
-    errors = {}
-    for index, future in enumerate(futures):
-        error = None if future.cancelled() or index in dropped else future.exception()
-        if error is not None:
-            errors[index] = error
-    return errors
+        del ended, errors, futures  # as in `run`
 
 
 def _first_error(errors: Mapping[int, BaseException], causes: Sequence[int]) -> BaseException:

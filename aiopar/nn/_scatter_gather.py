@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from .._base.arguments import as_int, as_kwargs, described, returns_coroutine, shown_as
-from .._base.collate import describe
+from .._base.collate import describe, out_of_range
 from .._base.devices import Device, is_accelerator, parse_device, parse_devices
 from .._base.thread_state import check_no_transform
 from .._base.tracebacks import add_note_once
@@ -50,9 +50,8 @@ Scattered: TypeAlias = tuple[tuple[tuple[Any, ...], ...], tuple[dict[str, Any], 
 Dims: TypeAlias = "int | Sequence[Dims] | Mapping[Any, Dims] | None"
 """The dimensions of outputs: one for all, or nested as the outputs are. None: the default."""
 
-# How many nodes of the inputs are checked at the call, on the event loop's thread. The worker
-# checks again, and completely.
 MOST_CHECKED_ON_LOOP = 256
+"""How many nodes of the inputs the event loop's thread checks; the worker checks all."""
 
 
 # No slots=True: on CPython 3.11 `Replicated[Tensor](x)` then fails in the frozen __setattr__.
@@ -94,7 +93,7 @@ class Split(Generic[T]):
         value: The input; it must have as many samples as all other inputs.
 
             - A tensor, along `dim`.
-            - A NumPy array, along `dim`. The pieces are arrays: views of `value`.
+            - A NumPy array, along `dim`. The pieces are views of `value`.
             - With `dim=0`, a sequence such as a list or tuple, by its length. The pieces are
               slices, and tensors in them are copied to the device. Tensors in a list may differ
               in size.
@@ -173,13 +172,13 @@ def scatter(
     - Copies are differentiable. A piece that is on its device already is a view. In grad mode only
       the first piece per device is a view, so that replicas may edit their pieces in place.
 
-    Shapes are checked when this is called. For inputs with very many parts they are checked when it
-    is awaited; so is whether a container can be rebuilt.
+    The call checks shapes. The `await` checks them for inputs with very many parts, and whether
+    containers can be rebuilt.
 
     Differences from torch: any device; `Split`, `Replicated` and `chunk_sizes`; the result is
     always a list. Tensors whose sizes along `dim` differ raise `ValueError` (torch silently drops
-    data). So do inputs of which nothing can be split over several devices, unless all are
-    `Replicated` (torch gives everything to each device).
+    data). So do inputs without a part to split over several devices, unless all are `Replicated`
+    (torch gives everything to each device).
 
     Args:
         inputs: Tensors, nested.
@@ -325,7 +324,7 @@ def gather(
 
 
 def run_near(device: torch.device, fn: Callable[[], T]) -> Coroutine[Any, Any, T]:
-    """Await `fn()` on a worker of `device`; on any worker if the executor has none there."""
+    """Await `fn()` on a worker of `device`, or on any worker if none is there."""
     check_no_transform()
     return executor_near(device).run_sync(fn)
 
@@ -365,8 +364,8 @@ def _moved_by_itself(device: torch.device, node: Any) -> list[Any] | None:
 def shareable(tensor: Tensor) -> Tensor:
     """`tensor` for several replicas: a view, if it is a leaf on an accelerator with gradients.
 
-    A leaf gets its gradients on the stream on which the view was made. Without the view they come
-    from the streams of all replicas, and torch warns.
+    A leaf gets its gradients on the stream on which the view was made; without a view, on the
+    streams of all replicas, and torch warns.
     """
     if not (tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)):
         return tensor
@@ -426,7 +425,6 @@ def _split_node(
     dim: int,
     sizes: Sequence[int] | None,
     node: Any,
-    *,
     in_cache: bool = False,
 ) -> list[Any] | None:
     """Split or copy a node, one value per target; None for a container and for a shared value."""
@@ -500,7 +498,7 @@ def piece_sizes(
 ) -> Sequence[int] | None:
     """Check all inputs; return the size of each piece, or None if nothing is split.
 
-    Also None if the roots have more than `limit` nodes: then sizes are not compared.
+    If the roots have more than `limit` nodes, it returns None and compares no sizes.
     """
     dim = as_int("dim", dim)
     nodes = _nodes(roots, dim, iterate=limit is None)
@@ -557,13 +555,9 @@ def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loo
 def _nodes(roots: dict[str, Any], dim: int, *, iterate: bool) -> Iterator[tuple[Any, Path, int]]:
     """Yield every node of the trees, depth first, with the dimension to split it along.
 
-    A `Split` of a sequence is yielded as one node; of any other `Split` the nodes of its value are
-    yielded. The value of a `Replicated` is not searched.
-
-    Args:
-        roots: Name -> tree.
-        dim: The dimension of values without a mark.
-        iterate: Whether to search iterables that are no containers.
+    `roots` are trees by name; `dim` is the dimension of values without a mark. A `Split` of a
+    sequence is one node; any other `Split` is replaced by the nodes of its value. The value of a
+    `Replicated` is not searched. With `iterate`, iterables that are no containers are searched.
     """
     seen: dict[tuple[int, int], Any] = {}
     return chain.from_iterable(
@@ -620,16 +614,8 @@ def _size_along(dim: int, value: Any, path: Path) -> int:
     try:
         size: int = value.shape[dim]
     except IndexError:
-        raise _out_of_range(dim, value, path) from None
+        raise out_of_range(dim, value, path) from None
     return size
-
-
-def _out_of_range(dim: int, value: Any, path: Path) -> ValueError:
-    ndim = len(value.shape)
-    return ValueError(
-        f"dim {dim} is out of range for {format_path(path)} of shape {tuple(value.shape)}: "
-        f"expected [{-ndim}, {ndim - 1}]"
-    )
 
 
 def _even_sizes(batch: int, count: int) -> list[int]:
@@ -711,11 +697,9 @@ class _Gathering:
         columns = zip(*aligned(joined, partial(_difference, outputs, path)), strict=True)
         dims_below = _dims_below(dims, keys, first, path)
         in_cache = in_cache or is_cache(first)
+        parts = zip(keys, columns, dims_below, strict=True)
         return rebuild(
-            [
-                self.join(inner, dims_inner, (path, first, key), in_cache=in_cache)
-                for key, inner, dims_inner in zip(keys, columns, dims_below, strict=True)
-            ]
+            [self.join(each, to, (path, first, key), in_cache=in_cache) for key, each, to in parts]
         )
 
     def _dim_of(self, dims: Dims, first: Any, path: Path) -> int:
@@ -728,7 +712,7 @@ class _Gathering:
     def _join_tensors(self, found: Sequence[Tensor], dim: int, path: Path) -> Tensor:
         ndim = found[0].ndim
         if ndim and not -ndim <= dim < ndim:
-            raise _out_of_range(dim, found[0], path)
+            raise out_of_range(dim, found[0], path)
         moved = [move(tensor, self._device) for tensor in found]
         try:
             if all(tensor.ndim == 0 for tensor in moved):

@@ -22,20 +22,16 @@ M = TypeVar("M", bound=nn.Module)
 class _Moments(NamedTuple):
     """Mean and variance per channel, of one chunk or of several."""
 
-    size: int
-    """How many values each channel has."""
-    mean: Tensor
-    """(channels,)"""
-    var: Tensor
-    """(channels,): the biased variance."""
+    size: int  # how many values each channel has
+    mean: Tensor  # (channels,)
+    var: Tensor  # (channels,): the biased variance
 
 
 class _Chunk(NamedTuple):
     """The contribution of a replica to the meeting of one layer."""
 
     ctx: CallbackContext
-    moments: _Moments | None
-    """None if the chunk is empty."""
+    moments: _Moments | None  # None if the chunk is empty
 
 
 class _SynchronizedBatchNorm(_BatchNorm):
@@ -147,16 +143,14 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     channel, or be empty. Otherwise this layer is `torch.nn.BatchNorm1d`: without `DataParallel`, on
     one device, in evaluation, and in a `parallel_apply` of different modules.
 
-    The copies of one replication meet with `current_replica().exchange`, in the parallel call that
-    they were made for. Therefore:
+    The copies of one replication meet in the parallel call that they were made for. Therefore:
 
     - All replicas must call the same layers in the same order, one at a time. A replica must not
       call two of them at once in calls that it forks.
-    - If a replica fails or returns without calling a layer, or the call is cancelled, the replicas
-      that wait for it raise `ReplicaAborted`. Layers after that keep their running statistics.
+    - If a replica fails or returns without calling a layer, or the call is cancelled, the waiting
+      replicas raise `ReplicaAborted`. Later layers keep their running statistics.
     - Run one backward per call. A backward from the outputs of one replica computes gradients for
-      the inputs of all replicas, and frees what a second backward would need. Replicas do not wait
-      in a backward.
+      the inputs of all replicas, and frees what a second backward would need.
     - In a `DataParallel` on several devices that runs inside a replica, the batch is the chunk of
       that replica. In any other parallel call inside a replica, copies of the outer module raise.
     - For replicas that you make with `replicate`, call `exec_data_parallel_replication_callback`,
@@ -175,15 +169,14 @@ class SynchronizedBatchNorm1d(_SynchronizedBatchNorm, nn.BatchNorm1d):
     Shape:
         (batch, channels) or (batch, channels, length), in and out.
 
-    The errors below are raised when the layer is called as a replica.
-
     Raises:
-        ValueError: The shape does not fit, or all chunks together have one value per channel.
+        ValueError: In a call as a replica: the shape does not fit, or all chunks together have one
+            value per channel.
         ReplicaAborted: Another replica failed or returned without calling this layer, or the call
             was cancelled.
         RuntimeError: Another replica called another layer; the replica does not run in the parallel
-            call that it was made for; or it runs in a backward (`torch.utils.checkpoint`
-            recomputes there), where waiting would deadlock.
+            call that it was made for; or it runs in a backward (of `torch.utils.checkpoint`), where
+            waiting would deadlock.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -236,9 +229,9 @@ def convert_sync_batchnorm(module: M) -> M:
     without hooks. Here each layer remains the same object and only its class changes, so
     parameters, buffers, hooks, attributes, modes and all references to the layer stay valid.
 
-    Only layers of exactly `torch.nn.BatchNorm1d`, `2d` and `3d` are converted. These stay
-    unchanged: subclasses, whose `forward` may differ (torch replaces them), TorchScript modules,
-    InstanceNorm, and `torch.nn.SyncBatchNorm`, which is for several processes.
+    Only layers of exactly `torch.nn.BatchNorm1d`, `2d` and `3d` are converted: not subclasses,
+    whose `forward` may differ (torch replaces them), TorchScript modules, InstanceNorm, or
+    `torch.nn.SyncBatchNorm`, which is for several processes.
 
     Args:
         module: A model, or a BatchNorm itself.
@@ -302,8 +295,7 @@ def _moments_of(x: Tensor) -> _Moments | None:
 def _combine(chunks: Sequence[_Moments | None], device: torch.device) -> _Moments | None:
     """The moments of all chunks together, on `device`; None if all are empty.
 
-    By Chan's formula in the order of the chunks: every replica computes the same bits. Sums of
-    squares would lose all precision if the mean is much larger than the deviation.
+    The order of the chunks is fixed, so that every replica computes the same bits.
     """
     present = [
         _Moments(chunk.size, move(chunk.mean, device), move(chunk.var, device))
@@ -314,6 +306,7 @@ def _combine(chunks: Sequence[_Moments | None], device: torch.device) -> _Moment
 
 
 def _combine_two(a: _Moments, b: _Moments) -> _Moments:
+    # Chan's formula: sums of squares lose all precision if the mean is much above the deviation.
     size = a.size + b.size
     share = b.size / size
     delta = b.mean - a.mean
@@ -325,7 +318,6 @@ def _combine_two(a: _Moments, b: _Moments) -> _Moments:
 def _normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: _Moments, eps: float
 ) -> Tensor:
-    """`x`, a chunk, normalized by the moments of the whole batch."""
     if not x.numel():
         # torch's kernels divide by zero, which ends the process.
         return F.batch_norm(x, whole.mean, whole.var, weight, bias, eps=eps)

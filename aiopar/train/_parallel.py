@@ -50,7 +50,7 @@ class Parallelizable(ABC):
     """Base class for the work of `Parallel`; any object with `forward_backward(x)` may serve.
 
     Mirrors `gluonnlp.utils.parallel.Parallelizable`. Difference: a subclass without the method
-    fails when it is created; in gluonnlp it fails when it is called.
+    fails when it is created (in gluonnlp, when it is called).
 
     Example:
         >>> import asyncio, aiopar
@@ -67,13 +67,9 @@ class Parallelizable(ABC):
 
     @abstractmethod
     def forward_backward(self, x: Any) -> Any:
-        """Compute one unit: a plain function, called on a worker, for several units at once.
+        """Compute one unit, `x` of `Parallel.put`; the result goes to `Parallel.get`.
 
-        Args:
-            x: The argument of `Parallel.put`.
-
-        Returns:
-            The result that `Parallel.get` returns.
+        A plain function, called on a worker, for several units at once.
         """
 
 
@@ -92,15 +88,15 @@ class Parallel(AsyncOnly):
 
     A unit runs on a worker of the device of its first tensor. Without a tensor, or with a CPU
     tensor and no CPU worker, the devices take turns. Units may add gradients to the same
-    parameters: on the CPU torch locks them, and on an accelerator all units launch on one stream.
+    parameters: on the CPU torch takes locks, and on an accelerator all units launch on one stream.
     When `get` returns, the result and the gradients are complete on the device of the unit.
 
     If a unit fails, its `get` raises the error, with a note that names the unit and its device.
     Units are numbered from 0 in the order of `put`. Other units go on.
 
-    `async with` waits at its end until all units have run. After an error or a cancellation it
-    drops the units that have not started, waits for running units, and ends every waiting `get`.
-    Results can still be fetched then.
+    `async with` waits at its end until all units have run. After an error or a cancellation the
+    block drops the units that have not started, waits for running units, and ends every waiting
+    `get`. Results can still be fetched then.
 
     Differences from gluonnlp: `get` raises the error of a unit (in gluonnlp the thread ends, and
     `get` hangs); `get` raises if there is nothing to wait for; `put` never runs a unit in the
@@ -176,19 +172,17 @@ class Parallel(AsyncOnly):
         # Re-entrant: the garbage collector may run meanwhile, and close a coroutine that waits in
         # `get`, or drop a unit.
         self._lock = threading.RLock()
+        # Units that were put and have not ended; then units that have ended and were not fetched.
         self._running: set[Future[Any]] = set()
-        """Units that were put and have not ended."""
         self._results: deque[Future[Any]] = deque()
-        """Units that have ended and were not fetched."""
+        # Waiting tasks, oldest first. Each gets a unit that has ended, or None if no unit will end.
         self._getters: deque[Future[Future[Any] | None]] = deque()
-        """Waiting tasks, oldest first. Each gets a unit that has ended, or None: there is none."""
         # How many of the next units run alone: each starts when the one before has ended.
         self._serial = math.inf if num_workers == 0 else num_workers * bool(serial_init)
         self._alone: Future[Any] | None = None
         self._waiting: deque[tuple[FutureCall[Any], torch.device]] = deque()
         self._closed = False
-        self._drained: Future[None] = running_future()
-        """Done when `Parallel` is closed and every unit has ended."""
+        self._drained: Future[None] = running_future()  # until closed, and every unit has ended
 
     @short_repr
     def __repr__(self) -> str:
@@ -267,7 +261,7 @@ class Parallel(AsyncOnly):
                 call.future.set_exception(error)
 
     def _ended(self, where: str, unit: Future[Any]) -> None:
-        """Record a unit that has ended or was dropped; called by the thread that completed it."""
+        """Record a unit that has ended or was dropped; called by the thread that ended the unit."""
         dropped = unit.cancelled()
         if not dropped and (error := unit.exception()) is not None:
             add_note_once(error, "in unit ", where)
@@ -374,8 +368,7 @@ class Parallel(AsyncOnly):
     async def aclose(self) -> None:
         """Close, and wait until all units have run and the threads have ended.
 
-        If the wait is cancelled, units that have not started are dropped, and running units are
-        awaited.
+        A cancellation drops the units that have not started, and waits for running units.
         """
         self.close()
         try:
