@@ -161,13 +161,18 @@ class _ParallelCall:
         except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort()
-            for future in futures:
-                future.cancel()
+            _leave(futures)
             if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
                 await settle(futures)
             raise
         finally:
             del futures  # the error's traceback refers to this frame: no reference cycle
+
+
+def _leave(futures: Sequence[Future[Any]]) -> None:
+    # Not in `run`, whose frame must not keep a future.
+    for future in futures:
+        future.cancel()
 
 
 # For the warning that a coroutine was never awaited.
