@@ -131,10 +131,7 @@ async def busy(
             return [fn(item) for item in items]
         return recorder(items)
 
-    async with (
-        open_batcher(workers, run, **options) as batcher,
-        anyio.create_task_group() as tasks,
-    ):
+    async with open_batcher(workers, run, **options) as batcher, anyio.create_task_group() as tasks:
         with gate:
             callers = Busy(batcher, tasks, gate, recorder)
             callers.call("first", timeout=1000)

@@ -93,11 +93,7 @@ async def test_the_function_runs_on_the_loop_and_collate_fn_on_workers() -> None
             ) as batcher:
                 assert await batcher(1) == 1
         worker = await executor.run_sync(threading.current_thread)
-    assert threads == {
-        "collate": worker,
-        "fn": threading.current_thread(),
-        "unbatch": worker,
-    }
+    assert threads == {"collate": worker, "fn": threading.current_thread(), "unbatch": worker}
 
 
 async def test_the_function_runs_under_the_state_of_the_code_that_made_the_batcher() -> None:

@@ -38,10 +38,7 @@ async def test_waiting_items_become_a_batch_as_soon_as_a_worker_is_free(workers:
 
 @pytest.mark.parametrize("make", KINDS)
 async def test_as_many_batches_run_at_once_as_concurrency_says(make: MakeWorkers) -> None:
-    async with (
-        make(3) as executor,
-        busy(workers=executor, always=True, concurrency=2) as callers,
-    ):
+    async with make(3) as executor, busy(workers=executor, always=True, concurrency=2) as callers:
         callers.call(1)
         await callers.gate.entered(2)
         await callers.queue(2, 3)
@@ -142,11 +139,7 @@ async def test_a_cancelled_item_is_not_in_the_batch_that_fills(workers: Workers)
             ["a", "b", "A", "B", "a1", "a ", "A "],
             [["a", "A"], ["b", "B"], ["a1"], ["a ", "A "]],
         ),
-        (
-            {"cost": len},
-            ["a", "b" * 50, "cc", "d" * 48],
-            [["a", "cc"], ["b" * 50, "d" * 48]],
-        ),
+        ({"cost": len}, ["a", "b" * 50, "cc", "d" * 48], [["a", "cc"], ["b" * 50, "d" * 48]]),
         (
             {"cost": len, "max_batch_cost": 8, "padded": True, "max_batch_size": 5},
             ["aaa", "b", "cccc", "d", "eeee"],

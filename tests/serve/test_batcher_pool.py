@@ -18,14 +18,7 @@ from tests.home import AtHome
 from tests.workers import Workers
 
 from .batches import Callers, outcomes_of, until
-from .replicas import (
-    BadInput,
-    Fragile,
-    Scale,
-    break_copy,
-    in_service,
-    open_pool,
-)
+from .replicas import BadInput, Fragile, Scale, break_copy, in_service, open_pool
 
 pytestmark = pytest.mark.anyio
 

@@ -78,9 +78,7 @@ class Watcher(EachEvent):
 A_BATCH = ["enqueue", "start", "compute", "computed", "ended", "completed"]
 
 
-async def test_events_of_an_item_and_its_batch(
-    devices: tuple[torch.device, ...],
-) -> None:
+async def test_events_of_an_item_and_its_batch(devices: tuple[torch.device, ...]) -> None:
     watcher = Watcher()
     x = torch.ones(3, device=devices[0])
     async with current_executor(devices[:1]), Batcher(torch.square) as batcher:
@@ -117,9 +115,7 @@ async def _async_generator(items: list[int]) -> AsyncIterator[list[int]]:
 
 
 @pytest.mark.parametrize("fn", [_generator, _coroutine, _async_generator])
-async def test_all_kinds_of_functions_have_the_same_events(
-    fn: Callable[[list[int]], Any],
-) -> None:
+async def test_all_kinds_of_functions_have_the_same_events(fn: Callable[[list[int]], Any]) -> None:
     watcher = Watcher()
     async with Batcher(fn, collate_fn=list) as batcher:
         batcher.add_observer(watcher)

@@ -17,17 +17,7 @@ from tests.nn.sample_modules import WithAttributes
 from tests.workers import Workers
 
 from .batches import on_asyncio
-from .replicas import (
-    CPUS,
-    BadInput,
-    Scale,
-    Where,
-    X,
-    held,
-    in_service,
-    named,
-    open_pool,
-)
+from .replicas import CPUS, BadInput, Scale, Where, X, held, in_service, named, open_pool
 
 pytestmark = pytest.mark.anyio
 

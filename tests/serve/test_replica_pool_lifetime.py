@@ -252,10 +252,7 @@ class TestOpening:
             running[0] -= 1
 
         with gate:
-            async with (
-                aiopar.DeviceExecutor(CPUS) as executor,
-                anyio.create_task_group() as tasks,
-            ):
+            async with aiopar.DeviceExecutor(CPUS) as executor, anyio.create_task_group() as tasks:
                 pools = [
                     ReplicaPool(Scale(2.0, on_call), ["cpu"], executor=executor, warmup=X)
                     for _ in range(2)

@@ -130,10 +130,7 @@ async def test_a_batch_that_fails_while_its_executor_shuts_down_is_still_split()
             raise Bad
         return item
 
-    async with (
-        aiopar.DeviceExecutor(["cpu"]) as executor,
-        busy(check, workers=executor) as callers,
-    ):
+    async with aiopar.DeviceExecutor(["cpu"]) as executor, busy(check, workers=executor) as callers:
         await callers.queue("good", "bad", "better")
         callers.gate.open()
         await until(lambda: len(callers.outcomes) > 1)

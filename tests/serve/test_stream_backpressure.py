@@ -9,17 +9,7 @@ import aiopar
 from aiopar.serve import Batcher
 
 from .batches import LONG, until
-from .streams import (
-    ENDLESS,
-    Counting,
-    counted,
-    full,
-    idle,
-    one_worker,
-    read_all,
-    reading,
-    settled,
-)
+from .streams import ENDLESS, Counting, counted, full, idle, one_worker, read_all, reading, settled
 
 pytestmark = pytest.mark.anyio
 

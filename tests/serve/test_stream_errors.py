@@ -16,17 +16,7 @@ from aiopar.serve import Batcher
 from tests import simdevice
 
 from .batches import LONG, Bad, current_executor, until
-from .streams import (
-    ENDLESS,
-    Counting,
-    Readers,
-    counted,
-    full,
-    held,
-    idle,
-    of_kind,
-    read_all,
-)
+from .streams import ENDLESS, Counting, Readers, counted, full, held, idle, of_kind, read_all
 
 pytestmark = pytest.mark.anyio
 

@@ -106,11 +106,7 @@ class Timeline:
         assert [event["ph"] for event in waits] == ["b", "e"] * len(begun)
         for begin, end in zip(waits[::2], waits[1::2], strict=True):
             item = begin["id"]
-            assert (begin["id"], begin["cat"], begin["name"]) == (
-                end["id"],
-                end["cat"],
-                end["name"],
-            )
+            assert all(begin[key] == end[key] for key in ("id", "cat", "name"))
             assert begin["ts"] == begun[item]["ts"] <= end["ts"]
             assert end["ts"] == (batched.get(item) or left[item])["ts"]
 
