@@ -98,11 +98,9 @@ async def _until_delivered(call: AwaitedCall[Any]) -> None:
     with cancel_scope(shield=True):
         # `deliver` runs on this thread too, so it cannot come between the look and the wait.
         while not call.delivered:
-            awaiter = awaiter_here()
-            assert awaiter is not None  # noqa: S101  # a loop runs here
-            call.awaiter = awaiter
+            call.awaiter = awaiter_here()  # type: ignore[assignment]  # a loop runs here
             with suppress(asyncio.CancelledError), heeding_ctrl_c():
-                await awaiter
+                await call.awaiter
 
 
 P = ParamSpec("P")
@@ -394,8 +392,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         this executor it does not wait.
 
         With `cancel_futures`, processes and actors that run a call are killed: the call raises
-        `WorkerLost` (`concurrent.futures` waits for the call). Threads cannot be killed: their
-        running calls end as usual.
+        `WorkerLost` (`concurrent.futures` waits for the call). Running calls of threads run on.
         """
         if self._is_view:
             return

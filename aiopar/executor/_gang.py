@@ -57,8 +57,7 @@ class Replica:
         device of their replica. Kernels that this replica launches afterwards see complete tensors.
 
         Raises:
-            ReplicaAborted: Another replica failed or returned before the meeting, or the parallel
-                call was cancelled.
+            ReplicaAborted: Another replica failed or has returned, or the call was cancelled.
         """
         # Not on `self._stream`: a call that this replica forked may run on another stream.
         event = None if self._stream is None else record_event(current_stream(self.device))
@@ -80,8 +79,7 @@ class Replica:
         """Call `callback()` when another replica fails or the parallel call is cancelled.
 
         If this has happened already, `callback` is called now. It can end a wait that aiopar does
-        not know: `on_abort(my_barrier.abort)`. It runs in the thread that fails or cancels, and its
-        errors are logged.
+        not know: `on_abort(my_barrier.abort)`. Its errors are logged.
         """
         self._gang.on_abort(callback)
 
@@ -168,7 +166,6 @@ class Gang:
             if len(arrived) == self.count:
                 del self._rounds[round_number]
                 self._open_gates()
-        handed_over = False
         while True:
             gate = threading.Lock()
             gate.acquire()
@@ -184,10 +181,8 @@ class Gang:
                     )
                 if missing := self._returned - arrived.keys():
                     raise ReplicaAborted(f"replica {min(missing)} returned before the meeting")
-            if self._blocked and not handed_over:
-                # A member waits for another call, which may be queued behind this member.
+            if self._blocked:  # a member waits for a call that may be queued behind this member
                 thread_hooks.about_to_block()
-                handed_over = True
             gate.acquire()
 
     def _open_gates(self) -> None:

@@ -30,8 +30,7 @@ class Steps(Generic[T]):
     The first step calls `make`, which returns the generator or any other iterable. The generator
     keeps its own context variables (`context`, or a copy of the caller's) and torch state between
     steps: a `with torch.no_grad(): yield` does not change the state of the thread. Each step must
-    run under the state of `caller`, as a call with that state does. An error of the generator ends
-    it.
+    run under the state of `caller`, as a call with that state does. An error ends the iterator.
     """
 
     def __init__(

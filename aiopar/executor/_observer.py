@@ -19,8 +19,7 @@ class CallInfo:
     Attributes:
         fn: The function of the call.
         device: The device of its worker.
-        worker: The index of its worker in the executor. None before the start if several workers
-            may run the call.
+        worker: The index of its worker in the executor; None until one of several workers runs it.
     """
 
     fn: Callable[..., Any]

@@ -5,7 +5,7 @@ import enum
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -24,13 +24,7 @@ from ._backpressure import Admission
 from ._call import Call, CallQueue
 from ._gang import GangCall
 from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_executors
-from ._worker import (
-    Worker,
-    WorkerFactory,
-    current_call,
-    current_worker,
-    least_loaded,
-)
+from ._worker import Worker, current_call, current_worker, least_loaded
 from ._worker_thread import ThreadWorker
 
 T = TypeVar("T")
@@ -71,7 +65,7 @@ class WorkerPool:
         num_threads: int | None = None,
         thread_name_prefix: str = "aiopar",
         grows: bool = False,
-        make_worker: WorkerFactory = ThreadWorker,
+        make_worker: Callable[..., Worker] = ThreadWorker,
     ) -> None:
         # Views hold these lists, so they see workers that come and go.
         self.workers: list[Worker] = []
@@ -81,7 +75,8 @@ class WorkerPool:
         self.admission = None if max_pending is None else Admission(max_pending)
         self.observers: Observers[ExecutorObserver] = Observers(all_executors)
         self.thread_name_prefix = thread_name_prefix
-        self._by_device: dict[torch.device, list[Worker]] = {}
+        self.by_device: defaultdict[torch.device, list[Worker]] = defaultdict(list)
+        """The workers of each device, in the order of their repeats."""
         self._make_worker = partial(make_worker, shares=CoreShares(num_threads))
         # An executor with fixed workers runs its calls on them only. The calls of the default
         # executor may be helped by any worker. (A token: threads may outlive the pool.)
@@ -115,11 +110,6 @@ class WorkerPool:
                 worker.stop()
 
     @property
-    def grows(self) -> bool:
-        """Whether workers are added when calls ask for more."""
-        return self._owner is None
-
-    @property
     def closed(self) -> bool:
         """Whether it takes no calls, except from its running calls."""
         return self._state is not _PoolState.OPEN
@@ -127,7 +117,7 @@ class WorkerPool:
     # Workers.
 
     def _add_worker(self, device: torch.device) -> None:
-        siblings = self.workers_of(device)
+        siblings = self.by_device[device]
         name = f"{self.thread_name_prefix}-{device}-{len(siblings)}"
         accelerator = is_accelerator(device)
         queues = [CallQueue(device, self._owner)]
@@ -148,14 +138,10 @@ class WorkerPool:
         siblings.append(worker)
         _workers.add(worker)
 
-    def workers_of(self, device: torch.device) -> list[Worker]:
-        """The workers of one device, in the order of their repeats."""
-        return self._by_device.setdefault(device, [])
-
     def ensure(self, devices: Sequence[torch.device]) -> None:
         """Have a worker for each `(device, k-th repeat)`, if this pool may grow."""
-        for device in dict.fromkeys(devices) if self.grows else ():
-            siblings, wanted = self.workers_of(device), devices.count(device)
+        for device in dict.fromkeys(devices) if self._owner is None else ():
+            siblings, wanted = self.by_device[device], devices.count(device)
             if len(siblings) < wanted:
                 with self._lock:
                     self.check_open()  # a worker added later would never be stopped
@@ -174,10 +160,10 @@ class WorkerPool:
         """Give `workers` no more calls. The caller stops them when their users have left."""
         with self._lock:
             for worker in workers:
-                for held in (self.workers, self.default_workers, self.workers_of(worker.device)):
+                for held in (self.workers, self.default_workers, self.by_device[worker.device]):
                     if worker in held:
                         held.remove(worker)
-                if not self.workers_of(worker.device):
+                if not self.by_device[worker.device]:
                     self._shared.pop(worker.device, None)  # the last worker serves it to its end
         for worker in workers:
             worker.leave()
@@ -343,8 +329,7 @@ class WorkerPool:
         `cancel_queued`: take no calls from running calls either, and cancel queued calls.
         """
         with self._lock:
-            # Under the lock: no gang is queued after a worker was stopped, and no worker is added
-            # that would never be stopped.
+            # With the lock: no gang is queued, and no worker added, after the workers were stopped.
             first = not self.closed
             wanted = _PoolState.DRAINED if cancel_queued else _PoolState.CLOSING
             self._state = max(self._state, wanted)
@@ -439,7 +424,7 @@ def _close_at_exit() -> None:
                 worker.kill(left_only=True)
         while pools := {*_pools} - ended:
             # The default executor last: calls of other executors may use it.
-            for pool in sorted(pools, key=lambda pool: pool.grows):
+            for pool in sorted(pools, key=lambda pool: pool._owner is None):
                 pool.close(cancel_queued=False)
                 pool.join()
             ended |= pools
@@ -496,7 +481,7 @@ class Dispatcher:
     def workers_on(self, device: torch.device) -> Sequence[Worker]:
         """The workers on `device`; there may be none."""
         if self.workers is self.pool.workers:
-            return self.pool.workers_of(device)
+            return self.pool.by_device[device]
         mine = [worker for worker in self.workers if worker.device == device]
         # If all match, return the list itself, which grows with the pool.
         return self.workers if len(mine) == len(self.workers) else mine

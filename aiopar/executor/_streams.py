@@ -36,8 +36,7 @@ class Launches:
     its result is complete on the device. The worker of an accelerator has a stream of its own, and
     takes the next call after a launch. A second thread, the completion thread, waits for the events
     of each call, in the order of the stream; `synchronize` releases the GIL, polling does not. A
-    CPU worker has no stream (None): its calls launch on the default streams, and the worker itself
-    waits for their results.
+    CPU worker has no stream: its calls launch on the default streams, and it waits for them itself.
     """
 
     def __init__(self, stream: torch.Stream | None, name: str) -> None:

@@ -9,11 +9,10 @@ from weakref import WeakMethod
 
 import torch
 
-from .._base.operator_threads import CoreShares
 from .._base.thread_state import CallerState
 from ..errors import WorkerLost
 from ..futures._future import Future
-from ._call import Call, CallQueue
+from ._call import Call
 from ._streams import Launches
 
 T = TypeVar("T")
@@ -59,8 +58,7 @@ class WorkerStats:
 
 
 MOST_LOSSES = 4
-"""How often the call of a module is tried again because its host was lost: its input may be the
-reason."""
+"""How often a module is called again after the loss of its host: its input may be the reason."""
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]]) -> T:
@@ -86,8 +84,7 @@ class Worker(Protocol):
     on_idle: Callable[[], object] | None
     """Called when the worker may have become idle."""
     on_host_lost: "set[WeakMethod[Callable[[Worker, WorkerLost], None]]]"
-    """Called with the worker and the reason, from any thread, when its host was lost, unless only
-    the next call notices that."""
+    """Called with the worker and the reason when its host was lost, if that is seen at once."""
 
     @property
     def label(self) -> str:
@@ -161,24 +158,6 @@ class Worker(Protocol):
 
     def stats(self) -> WorkerStats:
         """Its counts at this moment."""
-
-
-class WorkerFactory(Protocol):
-    """Makes the workers of one kind."""
-
-    def __call__(
-        self,
-        device: torch.device,
-        index: int,
-        name: str,
-        shares: CoreShares,
-        queues: tuple[CallQueue, ...],
-    ) -> Worker:
-        """Make the worker `index` of a pool; its threads are called `name`.
-
-        The CPU workers of the pool share the cores by `shares`. The worker serves `queues`: one of
-        its own, and perhaps one that the workers of its device share.
-        """
 
 
 class HasLoad(Protocol):

@@ -74,11 +74,14 @@ class _Counts:
 
 
 class ThreadWorker:
-    """A worker for one slot of one device, served by one thread at a time; see `WorkerFactory`.
+    """A worker for one slot of one device, served by one thread at a time.
 
     The thread starts with the first call. Before a call blocks, a new thread takes over the queues,
     and the blocked thread ends after its call. So no queued call is stuck behind a waiting call,
     and calls that wait for calls cannot deadlock, on any number of workers.
+
+    It is the worker `index` of a pool, whose CPU workers share the cores by `shares`. It serves
+    `queues`: one of its own, and perhaps one that the workers of its device share.
     """
 
     shares_memory = True
@@ -247,8 +250,7 @@ class ThreadWorker:
     def hand_over(self, thread: "_WorkerThread") -> bool:
         """Start a thread that takes over the queues; False if `thread` has handed over before.
 
-        If no thread can be started (RuntimeError), `thread` must not block: it may wait for a call
-        that is queued here.
+        After a RuntimeError `thread` must not block: it may wait for a call that is queued here.
         """
         with self._lock:
             return self.thread is thread and self._start_thread(thread)
@@ -352,8 +354,7 @@ class _WorkerThread(threading.Thread):
     """Serves a worker until the worker is stopped, or another thread takes over."""
 
     def __init__(self, worker: ThreadWorker) -> None:
-        # Daemon: the interpreter awaits other threads before it runs exit handlers. One of these
-        # handlers stops this thread.
+        # Daemon: the interpreter awaits other threads before the exit handler that stops this one.
         super().__init__(name=worker.name, daemon=True)
         self.worker = worker
         self.state = _ThreadState.AWAKE

@@ -216,8 +216,7 @@ class Future(concurrent.futures.Future[T]):
     def cancel(self) -> bool:
         """Cancel the call if it has not started; every waiter gets `CancelledError`.
 
-        A running call runs on; `kill_after` of `ProcessExecutor` may end it. Returns whether the
-        future is cancelled now.
+        False: the call runs on, or has ended. See also `kill_after` of `ProcessExecutor`.
         """
         if self._complete(CANCELLED) or self.cancelled():
             return True

@@ -19,8 +19,7 @@ class Semaphore:
 
     def __init__(self, permits: float) -> None:
         """Start with `permits` free permits; with `math.inf` there is no limit."""
-        # Re-entrant: since CPython 3.12 the garbage collector may run at any call, and a destructor
-        # may release a permit.
+        # Re-entrant: a destructor may release a permit, and the collector runs it at any line.
         self._lock = ReentrantLock()
         self._permits = permits
         self._held = 0

@@ -47,8 +47,7 @@ class Waker:
         """
         # Append, then look at the flag; `_drain` disarms, then pops. The deque's own lock orders
         # this append and that first pop, also without a GIL: either the drain finds the callback,
-        # or this thread finds the flag disarmed. If two threads wake the loop, it finds an empty
-        # queue once.
+        # or this thread finds the flag disarmed. A second wake-up finds an empty queue.
         try:
             self._posted.append(deliver)
             if not self._armed:

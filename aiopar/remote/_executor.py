@@ -34,7 +34,7 @@ class HostWorker(ThreadWorker):
     """A worker whose thread sends each call to a host, and waits for the result.
 
     `slot` makes the slot of its host, which is started at once, in the background. The other
-    arguments are those of `WorkerFactory`.
+    arguments are those of `ThreadWorker`.
     """
 
     shares_memory = False
