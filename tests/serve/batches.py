@@ -140,14 +140,14 @@ async def busy(
 
 
 async def outcomes_of(
-    batcher: Batcher[Any, Any], items: Sequence[Any], **options: Any
+    service: Callable[..., Any], items: Sequence[Any], **options: Any
 ) -> list[Any]:
     """The results and errors of concurrent items, in the order of the items."""
     outcomes: list[Any] = [None] * len(items)
 
     async def call(place: int) -> None:
         try:
-            outcomes[place] = await batcher(items[place], **options)
+            outcomes[place] = await service(items[place], **options)
         except Exception as error:  # noqa: BLE001  # to be looked at
             outcomes[place] = error
 

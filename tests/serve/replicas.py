@@ -85,31 +85,42 @@ def _own_name(module: nn.Module) -> str:
     return str(name)
 
 
-class Scale(nn.Module):
-    """Multiplies by a parameter, and by a buffer with the same value.
+class Noted(nn.Module):
+    """A module that notes its copies and their runs."""
 
-    `on_call` is called in between with the input: it may hold the call there, or raise.
-    """
-
-    def __init__(self, value: float, on_call: Callable[[Tensor], object] | None = None) -> None:
+    def __init__(self, *on_call: Callable[[Tensor], object]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.tensor(value))
-        self.register_buffer("twin", torch.tensor(value))
         # Lists and other objects are shared by all copies.
-        self.runs = AtHome(Runs() if on_call is None else Runs(on_call))
+        self.runs = AtHome(Runs(*on_call))
         self.copies = Copies()
-
-    twin: Tensor
 
     @property
     def on_call(self) -> list[Callable[[Tensor], object]]:
         """See `Runs`."""
         return self.runs.fn.on_call
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def note(self, x: Tensor) -> bool:
+        """This copy runs; returns whether it is broken."""
         self.copies.note(self)
+        return self.runs(_own_name(self), x)  # type: ignore[no-any-return]
+
+
+class Scale(Noted):
+    """Multiplies by a parameter, and by a buffer with the same value.
+
+    `on_call` is called in between with the input: it may hold the call there, or raise.
+    """
+
+    def __init__(self, value: float, *on_call: Callable[[Tensor], object]) -> None:
+        super().__init__(*on_call)
+        self.weight = nn.Parameter(torch.tensor(value))
+        self.register_buffer("twin", torch.tensor(value))
+
+    twin: Tensor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         first = x * self.weight
-        self.runs(_own_name(self), x)
+        self.note(x)
         return first, x * self.twin
 
 
@@ -133,7 +144,7 @@ class BadInput(Exception):
     """An error that is the input's fault."""
 
 
-class Fragile(nn.Module):
+class Fragile(Noted):
     """Raises `BadInput` for a negative input, and `Broken` for any input once it is broken.
 
     Each replica has its own buffer: `break_copy` breaks one replica, and a fresh copy works.
@@ -143,19 +154,11 @@ class Fragile(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("shift", torch.zeros(2))
-        self.runs = AtHome(Runs())  # shared by all copies
-        self.copies = Copies()
 
     shift: Tensor
 
-    @property
-    def on_call(self) -> list[Callable[[Tensor], object]]:
-        """See `Runs`."""
-        return self.runs.fn.on_call
-
     def forward(self, x: Tensor) -> Tensor:
-        self.copies.note(self)
-        if self.runs(_own_name(self), x):
+        if self.note(x):
             self.shift.fill_(torch.nan)
         result: Tensor = self.linear(x) + self.shift
         if result.isnan().any():
@@ -197,7 +200,7 @@ async def held(gate: Gate) -> AsyncIterator[TaskGroup]:
             gate.open()
 
 
-async def answers_of_all(pool: ReplicaPool[Any], module: Scale | Fragile, x: Tensor) -> list[Any]:
+async def answers_of_all(pool: ReplicaPool[Any], module: Noted, x: Tensor) -> list[Any]:
     """The answer of each replica; in any order.
 
     `module` is the one that the pool serves. Calls that are held at a gate go to different

@@ -159,21 +159,16 @@ async def run_chaos(chaos: Chaos, seed: int, requests: int, workers: DeviceExecu
                 clients.start_soon(account.client, batcher, numbers, seed)
         await until(lambda: not batcher.stats().in_flight)  # with requests that have left
         assert account.outcomes.total() == each * CLIENTS
-        check_idle(batcher, account)
+        stats = batcher.stats()
+        assert stats.queued == stats.in_flight == 0
+        assert stats.rejected.get("queue_full", 0) == account.outcomes["refused"]
+        assert stats.completed == sum(size * count for size, count in stats.batch_sizes.items())
     always = {"answered", "bad", "mismatch", "out of memory", "expired", "cancelled"}
     assert always <= account.outcomes.keys() <= always | {"broken", "refused"}
     # Halves of halves, once each.
     assert max(chaos.computed.values()) <= 1 + 4
     gc.collect()  # the backend's own cycles
     assert await survivors(list(account.items)) == []
-
-
-def check_idle(batcher: Batcher[Any, Any], account: Account) -> None:
-    """Check that the batcher holds no request, and that its counts agree."""
-    stats = batcher.stats()
-    assert stats.queued == stats.in_flight == 0
-    assert stats.rejected.get("queue_full", 0) == account.outcomes["refused"]
-    assert stats.completed == sum(size * count for size, count in stats.batch_sizes.items())
 
 
 @pytest.fixture

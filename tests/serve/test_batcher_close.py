@@ -1,7 +1,7 @@
 """`Batcher.aclose`, and executors and pools that end first: no caller waits forever."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -65,13 +65,36 @@ async def test_without_drain_queued_items_fail_and_running_items_get_results(
     assert all(map(closed, callers.outcomes.values()))
 
 
-@pytest.mark.parametrize("seconds", [0, 0.01])
-async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(
-    workers: Workers, seconds: float
+async def timed_out(batcher: Batcher[Any, Any]) -> None:
+    await batcher.aclose(timeout=0.01)
+
+
+async def timed_out_at_once(batcher: Batcher[Any, Any]) -> None:
+    await batcher.aclose(timeout=0)
+
+
+async def cancelled(batcher: Batcher[Any, Any]) -> None:
+    with anyio.move_on_after(0.01) as scope:
+        await batcher.aclose()
+    assert scope.cancelled_caught
+
+
+async def second(batcher: Batcher[Any, Any]) -> None:
+    """The second one is less patient."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(batcher.aclose)
+        await until(lambda: not batcher.ready)
+        await batcher.aclose(timeout=0.01)
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("close", [timed_out, timed_out_at_once, cancelled, second])
+async def test_after_its_timeout_or_cancelled_all_get_an_error_and_it_waits_no_more(
+    workers: Workers, close: Callable[[Any], Any]
 ) -> None:
     async with busy(workers=workers) as callers:
         await callers.queue(1)
-        await callers.batcher.aclose(timeout=seconds)
+        await close(callers.batcher)
         await until(lambda: {"first", 1} <= callers.outcomes.keys())
         assert all(map(closed, callers.outcomes.values()))
         assert callers.gate.held == 1, "no worker can be interrupted"
@@ -79,30 +102,6 @@ async def test_after_its_timeout_all_get_an_error_and_it_waits_no_more(
         callers.gate.open()
         await callers.batcher.aclose()
         assert callers.batcher.stats().in_flight == 0
-    assert callers.runs == []
-
-
-async def test_a_second_one_may_be_less_patient(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        await callers.queue(1)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(callers.batcher.aclose)
-            await until(lambda: not callers.batcher.ready)
-            await callers.batcher.aclose(timeout=0.01)
-            await until(lambda: len(callers.outcomes) == 2)
-            callers.gate.open()
-    assert all(map(closed, callers.outcomes.values()))
-
-
-async def test_cancelled_it_waits_no_more_as_after_its_timeout(workers: Workers) -> None:
-    async with busy(workers=workers) as callers:
-        await callers.queue(1)
-        with anyio.move_on_after(0.01) as scope:
-            await callers.batcher.aclose()
-        assert scope.cancelled_caught
-        await until(lambda: len(callers.outcomes) == 2)
-        callers.gate.open()
-    assert all(map(closed, callers.outcomes.values()))
     assert callers.runs == []
 
 

@@ -24,41 +24,38 @@ from .streams import Counting, idle
 pytestmark = pytest.mark.anyio
 
 
-class EachEvent(BatchObserver):
-    """Calls `note` in each event, with its name, its subject and its other argument."""
+class Watcher(BatchObserver):
+    """Notes every event: its name, its subject, its other argument, its thread.
 
-    def note(self, event: str, subject: Any, value: Any = None) -> None:
-        raise NotImplementedError
-
-    def enqueue(self, item: ItemInfo) -> None:
-        self.note("enqueue", item)
-
-    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        self.note("completed", item, error)
-
-    def start(self, batch: BatchInfo) -> None:
-        self.note("start", batch)
-
-    def compute(self, batch: BatchInfo, size: int) -> None:
-        self.note("compute", batch, size)
-
-    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self.note("computed", batch, error)
-
-    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
-        self.note("ended", batch, error)
-
-
-class Watcher(EachEvent):
-    """Notes every event: its name, its subject, its other argument, its thread."""
+    Args:
+        also: Called in each event.
+    """
 
     def __init__(self, also: Callable[[], object] = lambda: None) -> None:
         self._also = also
         self.events: list[tuple[str, Any, Any, threading.Thread]] = []
 
-    def note(self, event: str, subject: Any, value: Any = None) -> None:
+    def _note(self, event: str, subject: Any, value: Any = None) -> None:
         self.events.append((event, subject, value, threading.current_thread()))
         self._also()
+
+    def enqueue(self, item: ItemInfo) -> None:
+        self._note("enqueue", item)
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        self._note("completed", item, error)
+
+    def start(self, batch: BatchInfo) -> None:
+        self._note("start", batch)
+
+    def compute(self, batch: BatchInfo, size: int) -> None:
+        self._note("compute", batch, size)
+
+    def computed(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._note("computed", batch, error)
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        self._note("ended", batch, error)
 
     @property
     def names(self) -> list[str]:
@@ -177,22 +174,17 @@ async def test_cancelled_callers_in_the_queue_and_in_a_batch() -> None:
         assert isinstance(errors[item], anyio.get_cancelled_exc_class())
 
 
-class Broken(EachEvent):
-    def __init__(self, error: type[BaseException]) -> None:
-        self.error = error
-
-    def note(self, event: str, subject: Any, value: Any = None) -> None:
-        raise self.error("of the observer")
-
-
 @pytest.mark.parametrize("error", [LookupError, SystemExit])
 async def test_failing_observer_disturbs_neither_callers_nor_other_observers(
     error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
+    def fail() -> None:
+        raise error("of the observer")
+
     watcher = Watcher()
     with caplog.at_level(logging.ERROR, "aiopar"):
         async with Batcher(Recorder(), collate_fn=list) as batcher:
-            batcher.add_observer(Broken(error))
+            batcher.add_observer(Watcher(fail))
             batcher.add_observer(watcher)
             assert await batcher(1) == "1"
     assert watcher.names == A_BATCH

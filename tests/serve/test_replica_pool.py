@@ -16,7 +16,7 @@ from tests.lost_loops import closed_under_tasks
 from tests.nn.sample_modules import WithAttributes
 from tests.workers import Workers
 
-from .batches import on_asyncio
+from .batches import on_asyncio, outcomes_of
 from .replicas import CPUS, BadInput, Scale, Where, X, held, in_service, named, open_pool
 
 pytestmark = pytest.mark.anyio
@@ -60,19 +60,6 @@ class Statistical(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.norm(x)
         return result
-
-
-async def call_all(pool: ReplicaPool[Any], inputs: list[Any]) -> list[Any]:
-    """The answers to concurrent calls."""
-    answers: list[Any] = [None] * len(inputs)
-
-    async def call(index: int) -> None:
-        answers[index] = await pool(inputs[index])
-
-    async with anyio.create_task_group() as tasks:
-        for index in range(len(inputs)):
-            tasks.start_soon(call, index)
-    return answers
 
 
 class TestCalls:
@@ -125,7 +112,7 @@ class TestCalls:
             running.pop()
 
         async with open_pool(Scale(2.0, count), on=["cpu"], executor=workers) as pool:
-            await call_all(pool, [X] * 32)
+            await outcomes_of(pool, [X] * 32)
         assert most == [1] * 32
 
     async def test_error_of_the_module_keeps_its_type_and_names_the_replica(
@@ -234,9 +221,9 @@ async def test_module_of_the_user_is_never_changed(workers: Workers) -> None:
     module = Statistical()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     async with open_pool(module, executor=workers) as pool:
-        await call_all(pool, [X + 5] * 4)
+        torch.stack(await outcomes_of(pool, [X + 5] * 4))
         await pool.load_state_dict({name: tensor + 1 for name, tensor in before.items()})
-        await call_all(pool, [X + 5] * 4)
+        torch.stack(await outcomes_of(pool, [X + 5] * 4))
     after = module.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert all(parameter.requires_grad for parameter in module.parameters())
