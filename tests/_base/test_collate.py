@@ -197,9 +197,6 @@ assert pad_collate([torch.ones(1)])[1].tolist() == [[True]]
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-ones = torch.ones
-
-
 @st.composite
 def _variable_length(draw: st.DrawFn) -> tuple[list[Tensor], int]:
     """Draw items that differ in size along one dimension, and this dimension."""
@@ -257,10 +254,6 @@ class TestPadCollate:
         with pytest.raises(ValueError, match=r"no entry for item\['text'\].image\[0\].*\['ids'\]"):
             pad_collate([item(1)], pad_value={"ids": 0})
 
-    def test_settings_by_partial(self) -> None:
-        padded, _ = partial(pad_collate, pad_value=9, multiple_of=4)([ones(1), ones(3)])
-        assert padded.tolist() == [[1, 9, 9, 9], [1, 1, 1, 9]]
-
     @pytest.mark.parametrize(
         ("items", "dim", "message"),
         [
@@ -300,9 +293,6 @@ class TestPadCollate:
     ) -> None:
         with pytest.raises(error, match=words):
             pad_collate([ones(1)], **options)
-
-
-ones, zeros = torch.ones, torch.zeros
 
 
 def _has_leaf(node: Any) -> bool:
@@ -419,10 +409,6 @@ class TestUnbatch:
             [2, 3],
             "dog",
         )
-
-    def test_results_of_torch_keep_their_type(self) -> None:
-        found = unbatch(torch.max(torch.tensor([[1, 2], [4, 3]]), dim=1), 2)
-        assert [(each.values.item(), each.indices.item()) for each in found] == [(2, 1), (4, 0)]
 
     @pytest.mark.parametrize(
         ("outputs", "count", "message"),

@@ -2,9 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import cast
 
-import numpy as np
 import pytest
 import torch
 
@@ -14,18 +12,11 @@ from aiopar._base.devices import (
     capture_streams,
     current_stream,
     default_stream,
-    parse_device,
     record_event,
     slot_stream,
     to_enter,
 )
 from aiopar.testing import Sequencer
-
-
-@pytest.mark.sim
-def test_an_index_may_be_a_numpy_int() -> None:
-    for given in (1, np.int64(1), np.uint8(1)):
-        assert parse_device(cast(int, given)) == torch.device("sim:1")
 
 
 @pytest.mark.sim

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 import aiopar
 from aiopar._base.thread_state import (
@@ -61,21 +60,12 @@ def test_plain_is_the_state_of_a_new_thread() -> None:
 
 
 @all_states
-def test_every_state_is_seen(state: str) -> None:
-    with STATES[state]():
-        captured = capture_torch_state()
-        assert captured is not None
-        assert snapshot() != PLAIN
-    assert captured != FRESH_STATE
-    assert snapshot() == PLAIN
-
-
-@all_states
 def test_applied_in_another_thread(state: str) -> None:
     with STATES[state]():
         captured = capture_torch_state()
         expected = snapshot()
-    assert captured is not None
+    assert captured not in (None, FRESH_STATE)
+    assert expected != PLAIN
 
     def under_it() -> dict[str, Any]:
         with applied(captured):
@@ -281,19 +271,6 @@ async def test_the_modes_of_a_source_do_not_reach_the_stages(mode: str) -> None:
         with aiopar.use_executor(executor):
             stream = aiopar.map(lambda _: seen(), items())
         assert [each async for each in stream] == [NO_MODES] * 20
-
-
-@pytest.mark.asyncio
-async def test_flops_are_counted_over_all_steps() -> None:
-    def counted() -> Iterator[int]:
-        square = torch.ones(8, 8)
-        with FlopCounterMode(display=False) as counter:
-            for _ in range(3):
-                square @ square
-                yield counter.get_total_flops()
-
-    async with aiopar.get_executor().iterate(counted) as steps:
-        assert [flops async for flops in steps] == list(counted())
 
 
 def test_allow_mutation_on_saved_tensors_does_not_reach_calls() -> None:

@@ -1,46 +1,33 @@
 """`aiopar._base.tree`: containers are rebuilt with other tensors and keep their type."""
 
 import dataclasses
-import gc
-import weakref
 from collections import OrderedDict, defaultdict
-from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
-from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from aiopar._base.tree import (
     children,
     first_tensor,
-    format_path,
     has_tensors,
-    iterable_parts,
     map_tensors,
     tensors,
     unzip,
 )
 from tests.sample_trees import (
     CONTAINERS,
-    EMPTY,
     SHARED,
     AttrDict,
     Boxes,
-    Cache,
-    CacheLayer,
     Derived,
     Encoding,
     Frozen,
-    MaskedLMOutput,
     NamedList,
-    Pair,
     Sample,
-    Stack,
     batches,
     equal,
     trees,
@@ -78,27 +65,6 @@ def test_everything_else_is_a_leaf(leaf: Any) -> None:
     assert children(leaf) is None
     assert map_tensors(torch.neg, leaf) is leaf
     assert list(tensors(leaf)) == []
-
-
-@pytest.mark.parametrize("empty", EMPTY, ids=lambda empty: type(empty).__name__)
-def test_empty_containers(empty: Any) -> None:
-    assert equal(map_tensors(torch.neg, empty), empty)
-    assert first_tensor(empty) is None
-
-
-def test_tensor_subclasses_are_tensors() -> None:
-    weight = torch.nn.Parameter(torch.ones(1))
-    assert first_tensor([weight]) is weight
-
-
-def test_the_search_stops_at_the_first_tensor() -> None:
-    class Forbidden(dict[str, Any]):
-        def values(self) -> Any:
-            raise AssertionError("looked past the first tensor")
-
-    tree = [{"a": torch.ones(1)}, Forbidden()]
-    assert first_tensor(tree) is tree[0]["a"]
-    assert next(tensors(tree)) is tree[0]["a"]
 
 
 def test_other_attributes_are_kept() -> None:
@@ -152,14 +118,6 @@ def test_structseq_of_torch() -> None:
     assert (mapped.values.item(), mapped.indices.item()) == (-2, -1)
 
 
-def test_packed_sequence_keeps_its_batch_sizes() -> None:
-    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
-    mapped = map_tensors(lambda t: t.double(), packed)
-    assert type(mapped) is PackedSequence
-    assert mapped.data.dtype == torch.float64
-    assert torch.equal(mapped.batch_sizes, packed.batch_sizes)
-
-
 class TestDataclass:
     def test_constructor_does_not_run_again(self) -> None:
         derived = Derived(torch.ones(1))
@@ -181,46 +139,6 @@ class TestDataclass:
         mapped = map_tensors(lambda t: t[:1], sample)
         assert (mapped.rows, mapped.note) == (1, "kept")
 
-    def test_without_tensors_is_the_same_object(self) -> None:
-        config = Sample(image=Frozen(value="path"))
-        assert map_tensors(torch.neg, [config])[0] is config
-
-    def test_model_output_has_only_fields_that_are_not_none(self) -> None:
-        output = map_tensors(torch.neg, MaskedLMOutput(logits=torch.ones(1)))
-        assert type(output) is MaskedLMOutput
-        assert list(output) == ["logits"]
-        assert output.logits is output["logits"]
-        assert (output.logits.item(), output.loss) == (-1, None)
-
-
-def test_a_cache_is_rebuilt_with_its_state() -> None:
-    cache = Cache()
-    cache.layers[0].update(torch.ones(2, 5))
-    mapped = map_tensors(lambda t: t.to("meta"), cache)
-    assert mapped is not cache
-    assert [type(mapped), type(mapped.layers[0])] == [Cache, CacheLayer]
-    assert {t.device.type for t in tensors(mapped)} == {"meta"}
-    assert (mapped.layers[0].seen, mapped.layers[0].device.type) == (5, "meta")
-    assert cache.layers[0].keys is first_tensor(cache)
-
-
-def test_other_iterables_are_searched_on_request() -> None:
-    stack = Stack([torch.ones(1)])
-    assert children(stack) is None
-    parts = iterable_parts(stack)
-    assert parts is not None
-    assert equal([*parts[2]([*parts[1]])], [torch.ones(1)])
-    for leaf in [
-        iter([1]),
-        "text",
-        {1},
-        np.ones(1),
-        MappingProxyType({}),
-        [1],
-        torch.nn.ModuleList(),
-    ]:
-        assert iterable_parts(leaf) is None
-
 
 def test_a_class_that_cannot_be_rebuilt_is_named() -> None:
     class Handle(list[Any]):
@@ -229,46 +147,6 @@ def test_a_class_that_cannot_be_rebuilt_is_named() -> None:
 
     with pytest.raises(TypeError, match=r"Handle.*holds a lock"):
         map_tensors(torch.neg, Handle([torch.ones(1)]))
-
-
-def test_unzip_shares_leaves_and_makes_lists_and_dicts_afresh() -> None:
-    leaf, options = object(), {"flags": ["a"]}
-    first, second = unzip(lambda _: None, (leaf, options), 2)
-    assert first[0] is second[0] is leaf
-    first[1]["flags"].append("b")
-    assert second[1] == options == {"flags": ["a"]}
-
-
-def test_unzip_gives_each_tree_its_value() -> None:
-    def split(node: Any) -> list[Any] | None:
-        return [node * 10, node * 100] if isinstance(node, int) else None
-
-    assert unzip(split, {"a": [1, "x"], "b": ()}, 2) == [
-        {"a": [10, "x"], "b": ()},
-        {"a": [100, "x"], "b": ()},
-    ]
-
-
-def test_format_path() -> None:
-    pair = Pair([{}], None)
-    assert (
-        format_path(((("inputs", (pair,), 0), pair, "left"), pair.left, 0)) == "inputs[0].left[0]"
-    )
-    assert format_path(("kwargs", {"mask": 1}, "mask")) == "kwargs['mask']"
-    assert format_path(("x", Sample(1), "image")) == "x.image"
-
-
-def test_no_reference_cycle_is_made() -> None:
-    tensor = torch.ones(1)
-    alive = weakref.ref(tensor)
-    gc.disable()
-    try:
-        map_tensors(torch.neg, (Sample([tensor]), {"a": tensor}))
-        first_tensor([tensor])
-        del tensor
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 @dataclasses.dataclass

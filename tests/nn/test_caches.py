@@ -104,18 +104,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
 }
-ENCODER: dict[str, Any] = {
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 32,
-    "decoder_ffn_dim": 32,
-    "num_mel_bins": 8,
-    "max_source_positions": 10,
-    "max_target_positions": 20,
-}
 
 
 def _model(name: str, head: str, **sizes: Any) -> Any:
@@ -175,20 +163,10 @@ def test_a_cache_that_the_caller_makes() -> None:
     assert output.past_key_values.get_seq_length() == 6
 
 
-@pytest.mark.parametrize("name", ["T5", "Whisper"])
-def test_encoder_decoders_of_transformers(name: str) -> None:
-    sizes = (
-        ENCODER if name == "Whisper" else {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
-    )
-    model = _model(name, "ForConditionalGeneration", decoder_start_token_id=3, **sizes)
+def test_an_encoder_decoder_of_transformers() -> None:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2}
+    model = _model("T5", "ForConditionalGeneration", decoder_start_token_id=3, **sizes)
     steps = _Steps(model, ["cpu"] * 2, "past_key_values", "logits")
-    encoded = model.get_encoder()(
-        torch.randn(4, 8, 20) if name == "Whisper" else torch.randint(3, 64, (4, 6))
-    )
+    always = {"encoder_outputs": model.get_encoder()(torch.randint(3, 64, (4, 6)))}
     tokens = torch.randint(3, 64, (5, 4, 1))
-    steps.check(
-        *(
-            {"encoder_outputs": encoded, "decoder_input_ids": ids, "use_cache": True}
-            for ids in tokens
-        )
-    )
+    steps.check(*(always | {"decoder_input_ids": ids, "use_cache": True} for ids in tokens))

@@ -52,20 +52,6 @@ class TestExec:
         assert [call[:2] for call in log] == [("old", 0), ("old", 1)]
         assert len(logged.contexts) == 1
 
-    def test_a_callback_on_the_instance(self) -> None:
-        module: Any = nn.Linear(1, 1)
-        called: list[int] = []
-        module.__data_parallel_replicate__ = lambda _ctx, copy_id: called.append(copy_id)
-        aiopar.exec_data_parallel_replication_callback(iter(replicas(module)))
-        assert called == [0, 1]
-
-    def test_without_callbacks(self) -> None:
-        aiopar.exec_data_parallel_replication_callback([])
-        copies = replicas(nn.Linear(1, 1))
-        before = [set(vars(replica)) for replica in copies]
-        aiopar.exec_data_parallel_replication_callback(copies)
-        assert [set(vars(replica)) for replica in copies] == before
-
     @pytest.mark.parametrize(
         ("module", "where"),
         [

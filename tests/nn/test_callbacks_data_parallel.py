@@ -233,30 +233,6 @@ class TestDataParallel:
         assert (held.copy_ids, forwards) == ([0, 1], [])
         assert (await one()).tolist() == [0.0, 1.0]
 
-    @pytest.mark.asyncio
-    @MODES
-    async def test_nested_in_a_replica(self, mode: Any) -> None:
-        class Outer(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = aiopar.DataParallel(nn.Sequential(inner), CPUS)
-                self.logged = outer
-
-            def forward(self, x: Tensor) -> Tensor:
-                y: Tensor = aiopar.wait(self.inner(x))
-                result: Tensor = y + 10 * self.logged(torch.zeros(1))
-                return result
-
-        inner, outer = Logged(), Logged()
-        async with aiopar.DeviceExecutor(CPUS) as executor:
-            with aiopar.use_executor(executor), mode():
-                call = aiopar.DataParallel(Outer(), CPUS)(torch.zeros(8))
-            assert (await call).tolist() == [0, 0, 1, 1, 10, 10, 11, 11]
-        assert outer.copy_ids == [0, 1]
-        # Once by the outer wrapper, and once by the inner one in each of the two outer copies.
-        assert sorted(inner.copy_ids) == [0, 0, 0, 1, 1, 1]
-        assert len(inner.contexts) == 3
-
     @pytest.mark.anyio
     @MODES
     async def test_contexts_are_freed_with_the_call(self, mode: Any) -> None:

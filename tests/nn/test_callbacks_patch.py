@@ -1,7 +1,5 @@
 """`patch_replication_callback`: callbacks run once per replication."""
 
-import copy
-import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -123,15 +121,6 @@ class TestPatch:
             aiopar.patch_replication_callback(dp)
             assert set(vars(dp)) == fields
 
-    @pytest.mark.asyncio
-    async def test_calling_replicate(self) -> None:
-        logged = Logged()
-        dp = Async(nn.Sequential(logged), CPUS)
-        aiopar.patch_replication_callback(dp)
-        first, second = await dp.replicate(module=dp.module, device_ids=CPUS)
-        assert (first[0].copy_id, second[0].copy_id) == (0, 1)
-        assert logged.copy_id == -1
-
     def test_torchs_wrapper(self) -> None:
         logged = Logged()  # without parameters torch replicates on a machine without accelerators
         theirs = nn.DataParallel(nn.Sequential(logged))
@@ -159,12 +148,6 @@ class TestPatch:
         # The duplicate uses its own `replicate` and its own module.
         assert (again.module[0].copy_ids, again.replications) == ([0, 1], 1)
         assert (logged.copy_ids, dp.replications) == ([], 0)
-
-    def test_duplicates_of_torchs_wrapper(self) -> None:
-        theirs = nn.DataParallel(nn.Sequential(Logged()))
-        aiopar.patch_replication_callback(theirs)
-        for again in copy.deepcopy(theirs), pickle.loads(pickle.dumps(theirs)):
-            assert [r[0].copy_id for r in again.replicate(again.module, [0, 1])] == [0, 1]
 
     @pytest.mark.parametrize("given", [nn.Linear(1, 1), aiopar.DataParallel, None])
     def test_anything_else(self, given: Any) -> None:

@@ -49,13 +49,6 @@ def test_options_hooks_and_attributes_stay() -> None:
     assert seen == [norm]
 
 
-def test_a_shared_layer_stays_shared() -> None:
-    norm = nn.BatchNorm1d(3)
-    model = aiopar.convert_sync_batchnorm(nn.ModuleList([norm, nn.Sequential(norm)]))
-    assert model[0] is model[1][0] is norm  # type: ignore[index]
-    assert type(norm) is aiopar.SynchronizedBatchNorm1d
-
-
 class Subclass(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return super().forward(input) * 2

@@ -154,17 +154,6 @@ class TestForwardsThatWriteToTheirWeights:
         pairs = zip(dp.module.parameters(), plain.parameters(), strict=True)
         assert all(same(after, expected) for after, expected in pairs)
 
-    def test_gradients_of_gradients(self) -> None:
-        plain = WRITERS["normalize"]().double()
-        dp = aiopar.DataParallel(InTurn(copy.deepcopy(plain)), CPUS)
-        x = batch().double().requires_grad_()
-        seconds: list[Tensor] = []
-        for module, y in (dp, asyncio.run(dp(x))), (plain, plain(x)):
-            weights = [weight for weight in module.parameters() if weight.requires_grad]
-            first = torch.autograd.grad(y.pow(3).sum(), weights, create_graph=True)
-            seconds += torch.autograd.grad(first[0].pow(2).sum(), weights)
-        assert same(*seconds)
-
     def test_hooks_of_parameters_run_once(self) -> None:
         dp = aiopar.DataParallel(InTurn(WRITERS["clamp"]()), CPUS)
         module: Any = dp.module
@@ -239,19 +228,6 @@ class TestManyAtOnce:
 
 
 class TestErrors:
-    class Fails(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            if aiopar.current_replica().index == aiopar.current_replica().count - 1:
-                raise KeyError("own")
-            return x
-
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize("device_ids", [["cpu"], CPUS])
-    async def test_a_note_names_replica_and_device(self, device_ids: list[str]) -> None:
-        with pytest.raises(KeyError, match="own") as raised:
-            await aiopar.DataParallel(self.Fails(), device_ids)(batch())
-        assert raised.value.__notes__ == [f"in replica {len(device_ids) - 1} on device cpu"]
-
     def test_one_device_runs_a_compiled_module(self) -> None:
         module = nn.Linear(6, 3)
         compiled: Any = torch.compile(module, backend="eager")

@@ -1,7 +1,5 @@
 """`DataParallel`: the arguments of the replicas, and how their outputs are joined."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,61 +16,12 @@ CPUS = ["cpu", "cpu"]
 Devices = tuple[torch.device, ...]
 
 
-@dataclass
-class Output:
-    logits: Tensor
-    name: str
-    hidden: tuple[Tensor, ...] = ()
-
-
-class Structured(nn.Module):
-    """Takes keyword arguments only; returns what `make_output` returns."""
-
-    def __init__(self, make_output: Callable[[Tensor, Tensor], Any]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 3)
-        self.make_output = make_output
-
-    def forward(self, *, x: Tensor, scale: Tensor, offset: float = 0.0) -> Any:
-        return self.make_output(self.linear(x) * scale + offset, x.sum())
-
-
 class Asynchronous(nn.Module):
     async def forward(self, x: Tensor) -> Tensor:
         return x
 
 
 class TestArgumentsAndOutputs:
-    @pytest.mark.asyncio
-    @pytest.mark.parametrize(
-        ("make_output", "logits", "total"),
-        [
-            (lambda y, s: {"y": y, "s": s}, lambda out: out["y"], lambda out: out["s"]),
-            (lambda y, s: (y, [s]), lambda out: out[0], lambda out: out[1][0]),
-            (
-                lambda y, s: Output(y, "same", (s,)),
-                lambda out: out.logits,
-                lambda out: out.hidden[0],
-            ),
-        ],
-        ids=["dict", "tuple", "dataclass"],
-    )
-    async def test_keyword_arguments_and_structured_outputs(
-        self,
-        devices: Devices,
-        make_output: Callable[..., Any],
-        logits: Callable[[Any], Tensor],
-        total: Callable[[Any], Tensor],
-    ) -> None:
-        module = Structured(make_output).to(devices[0])
-        x, scale = batch().to(devices[0]), torch.rand(8, 1, device=devices[0])
-        output = await aiopar.DataParallel(module, devices)(x=x, scale=scale, offset=2.0)
-        expected = module(x=x, scale=scale, offset=2.0)
-        assert type(output) is type(expected)
-        assert same(logits(output), logits(expected))
-        assert total(output).shape == ((len(devices),) if len(devices) > 1 else ())
-        assert same(total(output).sum(), total(expected))
-
     @pytest.mark.asyncio
     @pytest.mark.parametrize("size", [0, 1, 3, 5])
     async def test_batches_that_do_not_divide(self, devices: Devices, size: int) -> None:
@@ -82,15 +31,6 @@ class TestArgumentsAndOutputs:
             with mode():
                 call = aiopar.DataParallel(module, devices)(x)
             assert same(await call, module(x))
-
-    @pytest.mark.asyncio
-    async def test_without_arguments_there_is_one_call(self) -> None:
-        class Weight(nn.Linear):
-            def forward(self) -> Tensor:  # type: ignore[override]
-                return self.weight
-
-        module = Weight(2, 3)
-        assert torch.equal(await aiopar.DataParallel(module, CPUS)(), module.weight)
 
     @pytest.mark.asyncio
     async def test_an_lstm_has_another_batch_dimension_in_its_state(self, devices: Devices) -> None:

@@ -43,23 +43,6 @@ class TestDevices:
         assert aiopar.DataParallel(nn.Linear(1, 1), [1, "sim:0"]).src_device_obj.index == 1
 
     @pytest.mark.asyncio
-    @pytest.mark.parametrize("output_device", ["cpu", -1])
-    async def test_outputs_gathered_on_the_cpu(
-        self, devices: Devices, output_device: str | int
-    ) -> None:
-        module = nn.Linear(6, 3).to(devices[0])
-        x = batch().to(devices[0])
-        y = await aiopar.DataParallel(module, devices, output_device)(x)
-        assert y.device.type == "cpu"
-        assert same(y, module(x))
-
-    @pytest.mark.asyncio
-    async def test_inputs_may_be_on_any_device(self, devices: Devices) -> None:
-        module = nn.Linear(6, 3).to(devices[0])
-        y = await aiopar.DataParallel(module, devices)(batch())
-        assert y.device == devices[0]
-
-    @pytest.mark.asyncio
     async def test_another_output_device(self) -> None:
         dp = aiopar.DataParallel(nn.Linear(6, 3), CPUS, "meta")
         assert (await dp(batch())).device == META

@@ -130,33 +130,6 @@ class TestOverrides:
         for mode in torch.enable_grad, torch.no_grad:
             assert torch.allclose(await under(mode, dp, x), other(x), atol=1e-6)
 
-    @pytest.mark.asyncio
-    async def test_placement_is_checked(self) -> None:
-        module = nn.Linear(6, 3)
-        dp = Plain(module, CPUS)
-        module.to("meta")
-        with pytest.raises(RuntimeError, match="found one of them on device: meta"):
-            await dp(batch())
-
-    @pytest.mark.asyncio
-    async def test_a_scatter_that_gives_nothing_makes_one_call(self) -> None:
-        class Nothing(nn.Module):
-            def forward(self) -> Tensor:
-                return torch.ones(1)
-
-        dp = aiopar.DataParallel(Nothing(), CPUS)
-        dp.scatter = lambda *_: ([], [])  # type: ignore[method-assign]
-        assert torch.equal(await dp(batch()), torch.ones(1))
-
-    @pytest.mark.asyncio
-    async def test_an_error_in_an_override(self) -> None:
-        class Fails(aiopar.DataParallel[Any]):
-            def gather(self, outputs: Any, output_device: Any) -> Any:
-                raise KeyError("own")
-
-        with pytest.raises(KeyError, match="own"):
-            await Fails(make("tied"), CPUS)(batch())
-
 
 class TestHooks:
     @pytest.mark.anyio
@@ -194,24 +167,6 @@ class TestHooks:
         dp.register_forward_hook(twice)
         assert torch.allclose(await dp(x), 2 * module(x), atol=1e-6)
 
-    @pytest.mark.asyncio
-    async def test_removed(self) -> None:
-        dp = aiopar.DataParallel(make("tied"), CPUS)
-        handle = dp.register_forward_hook(lambda *_: 3)
-        assert await dp(batch()) == 3
-        handle.remove()
-        assert isinstance(await dp(batch()), Tensor)
-
-    @pytest.mark.asyncio
-    async def test_always_called(self) -> None:
-        called: list[int] = []
-        dp = aiopar.DataParallel(nn.Linear(5, 1), CPUS)
-        dp.register_forward_hook(lambda *_: called.append(1), always_call=True)
-        with pytest.raises(RuntimeError, match="shapes") as raised:
-            await dp(batch())
-        assert called == [1]
-        assert "in replica" in raised.value.__notes__[0]
-
     def test_backward(self) -> None:
         module, x = nn.Linear(6, 3), batch().requires_grad_()
         dp = aiopar.DataParallel(module, CPUS)
@@ -244,17 +199,6 @@ class TestHooks:
             handle.remove()
         # Global hooks do not see the wrapper that `data_parallel` makes.
         assert seen == [nn.Linear, nn.Linear, aiopar.DataParallel, nn.Linear, nn.Linear]
-
-    @pytest.mark.asyncio
-    async def test_on_the_module_they_run_in_the_replicas(self) -> None:
-        module = nn.Linear(6, 3)
-        seen: list[int] = []
-        module.register_forward_hook(lambda *_: seen.append(aiopar.current_replica().index))
-        for mode in torch.enable_grad, torch.no_grad:
-            with mode():
-                call = aiopar.DataParallel(module, CPUS)(batch())
-            await call
-        assert sorted(seen) == [0, 0, 1, 1]
 
     @pytest.mark.asyncio
     async def test_with_overrides(self) -> None:

@@ -18,7 +18,6 @@ from ..sample_trees import (
     MaskedLMOutput,
     MovingFrames,
     Named,
-    NamedList,
     Pair,
     Sample,
     Stack,
@@ -126,10 +125,6 @@ class TestLists:
         assert {found["boxes"].device.type for found in joined} == {"meta"}
         joined = gather([[Sample(torch.zeros(2))], [Sample(torch.zeros(3))]], "cpu")
         assert [sample.rows for sample in joined] == [2, 3]
-
-    def test_subclasses_keep_their_type(self) -> None:
-        joined = gather([NamedList("kept", "a"), NamedList("other", "b")], "cpu")
-        assert (type(joined), joined.name, joined) == (NamedList, "kept", ["a", "b"])
 
     @pytest.mark.parametrize("count", [1, 2, 3])
     def test_lists_of_tensors_are_containers_of_any_length(self, count: int) -> None:
@@ -307,10 +302,6 @@ def test_shapes_that_disagree_raise_torchs_error_with_a_note() -> None:
     assert caught.value.__notes__ == [
         "while gathering output['x'] of the replicas: (1, 2) torch.float32, (1, 3) torch.float32"
     ]
-
-
-def test_dtypes_are_promoted_as_by_cat() -> None:
-    assert gather([torch.zeros(1), torch.zeros(1).double()], "cpu").dtype == torch.float64
 
 
 def test_packed_sequences_are_refused() -> None:

@@ -51,16 +51,6 @@ class TestResults:
         assert all(torch.equal(a, b) for a, b in zip(applied, forked, strict=True))
 
     @pytest.mark.asyncio
-    async def test_gradients(self) -> None:
-        modules, x = layers(), torch.randn(5, 3)
-        outputs = await aiopar.parallel_apply(modules, [x, x])
-        await aiopar.run_sync(torch.autograd.backward, [y.sum() for y in outputs])
-        for module in modules:
-            assert isinstance(module, nn.Linear)
-            assert module.weight.grad is not None
-            assert torch.allclose(module.weight.grad, x.sum(0).expand_as(module.weight))
-
-    @pytest.mark.asyncio
     @pytest.mark.parametrize(
         ("inputs", "kwargs", "expected"),
         [
@@ -101,15 +91,6 @@ class TestResults:
             assert [device.type for device in await given] == ["cpu", "meta"]
             assert [device.type for device in await found] == ["meta", "cpu"]
             assert [device.type for device in await partly] == ["cpu", "meta"]
-
-    @pytest.mark.asyncio
-    async def test_results_and_inputs_are_freed_by_reference_counting(self) -> None:
-        with without_gc():
-            x = torch.ones(3)
-            outputs = await aiopar.parallel_apply([torch.neg] * 2, [x, x], devices=CPUS)
-            alive = [weakref.ref(one) for one in (x, *outputs)]
-            del x, outputs
-            assert await survivors(alive) == []
 
 
 class TestBadArguments:

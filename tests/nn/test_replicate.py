@@ -92,11 +92,6 @@ def test_a_replica_lists_its_own_copies(kind: str, placement: Devices) -> None:
         assert all(torch.equal(state[key].cpu(), expected[key]) for key in state)
 
 
-def test_to_the_meta_device() -> None:
-    for replica in replicate(make("containers"), ["meta"] * 2):
-        assert {p.device.type for p in replica.parameters()} == {"meta"}
-
-
 class TestTensors:
     def test_on_the_original_device_replica_0_has_the_original_parameters(self) -> None:
         module = Tied()
@@ -199,17 +194,6 @@ class TestTensors:
         first(torch.randn(4, 3) + 5)
         assert module.num_batches_tracked == 1
         assert module.running_mean.abs().sum() > 0
-
-    def test_a_buffer_set_in_forward_stays_on_the_replica(self) -> None:
-        module = Buffers()
-        kept = module.offset
-        replica = replicate(module, [CPU])[0]
-        replica.offset = torch.zeros(6)
-        replica.register_buffer("new", torch.zeros(1))
-        replica.extra = nn.Linear(1, 1)
-        assert module.offset is kept
-        assert not hasattr(module, "new")
-        assert not hasattr(module, "extra")
 
     @pytest.mark.sim
     def test_plain_tensors_and_references_are_shared_with_the_original(self) -> None:
@@ -345,12 +329,6 @@ class TestScripted:
             torch.testing.assert_close(ours, theirs)
         assert_same_grads(module, reference)
         assert dict(script.named_buffers())["1.num_batches_tracked"] == 1
-
-    @pytest.mark.sim
-    def test_traced(self) -> None:
-        traced = torch.jit.trace(nn.Linear(6, 3), batch())  # type: ignore[no-untyped-call]
-        for replica in replicate(traced, [CPU, *ELSEWHERE]):
-            assert torch.equal(run(replica, batch()), traced(batch()))
 
 
 def test_buffers_in_the_layout_of_mkldnn() -> None:

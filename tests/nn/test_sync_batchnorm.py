@@ -260,9 +260,3 @@ class TestBatchesLikeBatchNorm:
     def test_without_parameters_and_statistics_any_number_of_channels(self) -> None:
         norm = nn.BatchNorm1d(3, affine=False, track_running_stats=False)
         check(norm, values(6, 5), CPUS, **EXACT)
-
-    def test_dtypes_that_do_not_match(self) -> None:
-        norm = aiopar.SynchronizedBatchNorm1d(3)
-        with pytest.raises(RuntimeError, match="dtype"):
-            asyncio.run(aiopar.DataParallel(norm, CPUS)(values(4, 3)))
-        assert norm.num_batches_tracked == 0

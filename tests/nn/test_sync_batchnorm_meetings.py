@@ -254,38 +254,8 @@ class TestBackward:
         y = asyncio.run(aiopar.DataParallel(module, CPUS[:1])(values().requires_grad_()))
         y.sum().backward()  # type: ignore[no-untyped-call]
 
-    def test_a_backward_inside_a_replica(self) -> None:
-        class Differentiates(Checkpointed):
-            def forward(self, x: Tensor) -> Tensor:
-                x = x.detach().requires_grad_()
-                return torch.autograd.grad(super().forward(x).sum(), x)[0]
-
-        with pytest.raises(RuntimeError, match="called in a backward pass"):
-            asyncio.run(aiopar.DataParallel(Differentiates(reentrant=False), CPUS)(values()))
-
-    @pytest.mark.asyncio
-    async def test_on_a_worker(self) -> None:
-        """One thread runs the backward of both replicas: if one waited, it would wait for ever."""
-        module, x = norm(), values().requires_grad_()
-        async with aiopar.DeviceExecutor(CPUS) as executor:
-            with aiopar.use_executor(executor):
-                y = await aiopar.DataParallel(module, CPUS)(x)
-            await executor.run_sync(y.pow(3).sum().backward)
-        expected = values().requires_grad_()
-        await aiopar.run_sync(torch.autograd.backward, normalized(expected).pow(3).sum())
-        torch.testing.assert_close(x.grad, expected.grad, **EXACT)
-
 
 class TestNothingIsLeftBehind:
-    @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
-    def test_the_module_is_as_before(self, mode: Callable[[], Any]) -> None:
-        module = norm()
-        before = vars(module).keys()
-        with mode():
-            asyncio.run(aiopar.DataParallel(module, CPUS)(values()))
-        assert vars(module).keys() == before
-        assert module.state_dict().keys() == nn.BatchNorm1d(3).state_dict().keys()
-
     @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
     def test_a_duplicate_of_a_replica_is_no_replica(self, duplicate: Callable[[Any], Any]) -> None:
         class Duplicates(Holds):

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import io
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -160,32 +159,6 @@ def test_autocast_with_a_grad_scaler(devices: Devices, overflows: bool) -> None:
     else:
         assert scaler.get_scale() == 8.0
         torch.testing.assert_close(before["bias"] - model.bias, torch.full_like(model.bias, 0.4))
-
-
-def test_checkpoints_go_to_the_plain_module_and_back(devices: Devices) -> None:
-    training = Training(devices, sgd)
-    training.accumulate(training.batches[:1])
-    training.step()
-    file = io.BytesIO()
-    torch.save({"module": training.model.state_dict(), "wrapper": training.dp.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-
-    plain = make_model().to(training.device)
-    plain.load_state_dict(saved["module"])  # synchronized or not, the keys are the same
-    plain.eval(), training.dp.eval()
-    x, _ = training.batches[2]
-    with torch.no_grad():
-        torch.testing.assert_close(asyncio.run(training.dp(x)), plain(x))
-
-    other = aiopar.DataParallel(make_model().to(training.device), devices)
-    other.load_state_dict(saved["wrapper"])
-    other.eval()
-    with torch.no_grad():
-        torch.testing.assert_close(asyncio.run(other(x)), plain(x))
-        other.module.load_state_dict(make_model().state_dict())  # the kept replicas see it
-        expected = make_model().to(training.device).eval()(x)
-        torch.testing.assert_close(asyncio.run(other(x)), expected)
 
 
 @pytest.mark.sim

@@ -278,17 +278,6 @@ class TestMaxPending:
             assert len(await fetched(parallel, 2)) == 2
 
     @pytest.mark.anyio
-    async def test_first_come_first_served(self) -> None:
-        async with (
-            aiopar.Parallel(1, units(same), max_pending=1) as parallel,
-            anyio.create_task_group() as tasks,
-        ):
-            for n in range(5):
-                tasks.start_soon(parallel.put, n)
-                await anyio.wait_all_tasks_blocked()
-            assert [await anext(parallel) for _ in range(5)] == list(range(5))
-
-    @pytest.mark.anyio
     @pytest.mark.parametrize("room", [False, True])
     async def test_a_cancelled_put_is_not_queued_and_takes_no_room(self, room: bool) -> None:
         """`room`: it is cancelled just after it got room."""
@@ -463,18 +452,6 @@ class TestEnd:
             assert scope.cancelled_caught
         assert gate.count == 2
         assert sorted([x async for x in parallel]) == [0, 1]
-
-    def test_the_threads_end(self) -> None:
-        async def main() -> list[threading.Thread]:
-            async with aiopar.Parallel(2, units(lambda _: threading.current_thread())) as parallel:
-                for _ in range(4):
-                    await parallel.put(None)
-                return await fetched(parallel, 4)
-
-        for thread in asyncio.run(main()):
-            assert thread.name.startswith("aiopar-parallel-cpu-")
-            thread.join(30)
-            assert not thread.is_alive()
 
     @pytest.mark.asyncio
     async def test_put_after_close_which_may_be_called_more_than_once(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 import aiopar
 from aiopar.testing import Gate, Sequencer
 from tests import simdevice
-from tests.train.units import Failure, fetched, units
+from tests.train.units import fetched, units
 from tests.workers import worker_device
 
 
@@ -48,17 +48,6 @@ class TestDevices:
             for _ in range(3):
                 await parallel.put(None)
             assert await fetched(parallel, 3) == ["meta", "cpu", "meta"]
-
-    @pytest.mark.asyncio
-    async def test_the_note_of_an_error_names_the_device(self) -> None:
-        def fail(_: object) -> None:
-            raise Failure
-
-        async with aiopar.Parallel(1, units(fail), devices=["meta"]) as parallel:
-            await parallel.put(None)
-            with pytest.raises(Failure) as caught:
-                await parallel.get()
-        assert caught.value.__notes__ == ["in unit 0 on device meta"]
 
 
 def _memory(tensor: Tensor) -> list[float]:
