@@ -80,19 +80,16 @@ class PortableState:
 class TorchState(PortableState):
     """All torch state of one thread, immutable. The defaults are the state of a new thread."""
 
+    # Outermost first. `torch.device(...)` and `set_default_device` are such modes.
     function_modes: tuple[Any, ...] = ()
-    """Outermost first. `torch.device(...)` and `set_default_device` are such modes."""
-    default_device_mode: Any = None
-    """The function mode that `set_default_device` has pushed."""
+    default_device_mode: Any = None  # the function mode that `set_default_device` has pushed
     hooks: tuple[_Hooks, ...] = ()
     """Saved-tensor hooks, (pack, unpack), the outermost first; torch applies the innermost only."""
 
     # Calls do not take the fields below along: that state stays with the code that has set it.
     dispatch_modes: tuple[Any, ...] = ()
-    hooks_disabled: str | None = None
-    """The message of `disable_saved_tensors_hooks`."""
-    multithreading: bool = True
-    """Whether backward may use several threads."""
+    hooks_disabled: str | None = None  # the message of `disable_saved_tensors_hooks`
+    multithreading: bool = True  # whether backward may use several threads
     autocast_cache: bool = False
     """Whether autocast keeps its casts of weights. In calls it does not: all threads share one
     cache, which may hold casts from before an optimizer step."""

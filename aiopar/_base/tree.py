@@ -326,10 +326,9 @@ def _share(node: Any, count: int) -> list[Any]:
 
 
 def _fresh(node: Any) -> Any:
-    if type(node) is tuple or isinstance(node, _EDITABLE) or is_cache(node):
-        parts = children(node)
-        if parts is not None:
-            return parts[2]([_fresh(value) for value in parts[1]])
+    is_copied = type(node) is tuple or isinstance(node, _EDITABLE) or is_cache(node)
+    if is_copied and (parts := children(node)) is not None:
+        return parts[2]([_fresh(value) for value in parts[1]])
     return node
 
 

@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
@@ -285,7 +286,7 @@ def _is_patched(module: nn.Module) -> bool:
 
 
 def _is_export_guard(module: nn.Module) -> bool:
-    """Whether `torch.export` made the module to check inputs; such a module has no weights."""
+    # `torch.export` makes such modules to check inputs; they have no weights.
     unlift = sys.modules.get("torch.export._unlift")
     guards = getattr(unlift, "GuardsFn", None)  # not in every version of torch
     return guards is not None and isinstance(module, guards)
@@ -327,12 +328,8 @@ class _Contents(NamedTuple):
         return self.parameters + self.buffers
 
     def same_objects(self, other: "_Contents") -> bool:
-        return (
-            self.ends == other.ends
-            and all(map(operator.is_, self.children, other.children))
-            and all(map(operator.is_, self.parameters, other.parameters))
-            and all(map(operator.is_, self.buffers, other.buffers))
-        )
+        ours, theirs = chain(*self[:3]), chain(*other[:3])
+        return self.ends == other.ends and all(map(operator.is_, ours, theirs))
 
 
 def _contents(modules: Iterable[nn.Module]) -> _Contents:

@@ -2,15 +2,7 @@
 
 import copy
 import operator
-from collections.abc import (
-    Callable,
-    Collection,
-    Coroutine,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -267,10 +259,9 @@ def gather(
     """Join the outputs of replicas along `dim`, on one device.
 
     Mirrors `torch.nn.parallel.gather`. All outputs must be nested in the same way. The result is
-    differentiable. Only types decide how outputs are joined, never their sizes or values:
+    differentiable. Only types decide how outputs are joined, never sizes or values:
 
-    - Tensors at the same position are concatenated. Tensors without dimensions are stacked to a
-      vector.
+    - Tensors at one position are concatenated; those without dimensions are stacked to a vector.
     - Containers are joined part by part: tuples, named tuples, dicts, dataclasses. So are iterables
       whose copy `type(x)(items)` iterates over the same items. A dataclass whose instance has more
       than its fields is no container.
@@ -279,13 +270,13 @@ def gather(
     - Key-value caches of transformers become one cache; values other than tensors are replica 0's.
     - None in all outputs stays None. Any other value becomes a list with one entry per replica.
 
-    Differences from torch: any device (`-1` is the CPU, as in torch). `output_dims`. Lists without
-    tensors are concatenated, and other values become a list (torch fails, or takes the first).
-    Outputs that are nested differently raise `ValueError`.
+    Differences from torch: any device, and `output_dims`. Lists without tensors are concatenated,
+    and other values become a list (torch fails, or takes the first). Outputs that are nested
+    differently raise `ValueError`.
 
     Args:
         outputs: One entry per replica.
-        output_device: The device of the result.
+        output_device: The device of the result; `-1` is the CPU, as in torch.
         dim: The dimension to concatenate along.
         output_dims: The dimensions to concatenate along, if they differ: an int, or ints nested as
             one output is, such as `(0, (1, 1))`. A dict has field names or keys; parts that it
@@ -560,9 +551,8 @@ def _nodes(roots: dict[str, Any], dim: int, *, iterate: bool) -> Iterator[tuple[
     `Replicated` is not searched. With `iterate`, iterables that are no containers are searched.
     """
     seen: dict[tuple[int, int], Any] = {}
-    return chain.from_iterable(
-        _nodes_below(tree, name, dim, seen, iterate) for name, tree in roots.items()
-    )
+    for name, tree in roots.items():
+        yield from _nodes_below(tree, name, dim, seen, iterate)
 
 
 def _nodes_below(

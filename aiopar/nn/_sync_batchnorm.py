@@ -62,7 +62,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if replica.count == 1:
             return super().forward(input)
         self._check_shape(input)
-        whole = self._meet(replica, _Chunk(ctx, _moments_of(input)), input.device)
+        moments = None
+        if input.numel():
+            mean, var = _ComputeMoments.apply(input)  # type: ignore[no-untyped-call]
+            moments = _Moments(input.numel() // input.size(1), mean, var)
+        whole = self._meet(replica, _Chunk(ctx, moments), input.device)
         if whole is None:
             return super().forward(input)  # all chunks are empty
         if whole.size == 1:
@@ -71,7 +75,11 @@ class _SynchronizedBatchNorm(_BatchNorm):
                 "Expected more than 1 value per channel when training, got input size "
                 f"{input.size()}"
             )
-        result = _normalize(input, self.weight, self.bias, whole, self.eps)
+        options = self.weight, self.bias, whole.mean, whole.var, self.eps
+        if input.numel():
+            result: Tensor = _ApplyNorm.apply(input, *options)  # type: ignore[no-untyped-call]
+        else:  # torch's kernels in `_ApplyNorm` divide by zero, which ends the process
+            result = F.batch_norm(input, whole.mean, whole.var, *options[:2], eps=self.eps)
         if copy_id == 0 and self.training and self.track_running_stats:
             self._update_running_stats(whole)  # the buffers of copy 0 are the module's own
         return result
@@ -284,14 +292,6 @@ def _change_classes(root: M, classes: _Classes) -> M:
     return root
 
 
-def _moments_of(x: Tensor) -> _Moments | None:
-    """The moments of a chunk (batch, channels, ...), at least in float32; None if it is empty."""
-    if not x.numel():
-        return None
-    mean, var = _ComputeMoments.apply(x)  # type: ignore[no-untyped-call]
-    return _Moments(x.numel() // x.size(1), mean, var)
-
-
 def _combine(chunks: Sequence[_Moments | None], device: torch.device) -> _Moments | None:
     """The moments of all chunks together, on `device`; None if all are empty.
 
@@ -315,17 +315,9 @@ def _combine_two(a: _Moments, b: _Moments) -> _Moments:
     return _Moments(size, mean, within.addcmul(delta, delta, value=share * (1 - share)))
 
 
-def _normalize(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, whole: _Moments, eps: float
-) -> Tensor:
-    if not x.numel():
-        # torch's kernels divide by zero, which ends the process.
-        return F.batch_norm(x, whole.mean, whole.var, weight, bias, eps=eps)
-    result: Tensor = _ApplyNorm.apply(x, weight, bias, whole.mean, whole.var, eps)  # type: ignore[no-untyped-call]
-    return result
-
-
 class _ComputeMoments(Function):
+    """The moments of a chunk (batch, channels, ...) that is not empty, at least in float32."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = [0, *range(2, x.dim())]

@@ -198,8 +198,8 @@ class Parallel(AsyncOnly):
     def put(self, x: Any) -> Coroutine[Any, Any, None]:
         """Queue the unit `forward_backward(x)`.
 
-        A call of `put` captures the caller's state. Its `await` queues the unit, and first waits
-        until fewer than `max_pending` units are pending. A cancelled `put` queues nothing.
+        The call captures the caller's state. The `await` first waits until fewer than `max_pending`
+        units are pending, and then queues the unit. A cancelled `put` queues nothing.
 
         Raises:
             ValueError: The first tensor of `x` is on an accelerator without a worker.
@@ -314,7 +314,7 @@ class Parallel(AsyncOnly):
             del unit  # as in `get`
 
     async def _fetch(self, *, wait_for_put: bool) -> Future[Any] | None:
-        """Wait for the next unit that ends; None if no unit will end."""
+        """Wait for the next unit that ends; return None if no unit will end."""
         with self._lock:
             unit: Future[Any] | None = None
             getter: Future[Future[Any] | None] | None = None

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from aiopar._base.tree import (
     children,
@@ -116,6 +117,14 @@ def test_structseq_of_torch() -> None:
     mapped = map_tensors(torch.neg, result)
     assert type(mapped) is type(result)
     assert (mapped.values.item(), mapped.indices.item()) == (-2, -1)
+
+
+def test_packed_sequence_keeps_its_batch_sizes() -> None:
+    packed = pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
+    mapped = map_tensors(lambda t: t.double(), packed)
+    assert type(mapped) is PackedSequence
+    assert mapped.data.dtype == torch.float64
+    assert torch.equal(mapped.batch_sizes, packed.batch_sizes)
 
 
 class TestDataclass:
