@@ -28,14 +28,7 @@ from .._base.devices import Device, parse_device
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import TaskRef, current_task
-from ._cursor import (
-    Cursor,
-    Generators,
-    check_generator,
-    current_cursor,
-    is_stateful,
-    restarting,
-)
+from ._cursor import Cursor, Generators, check_generator, current_cursor, is_stateful, restarting
 from ._pinned import DeviceCopies
 from ._steps import (
     UNAWAITED,
@@ -184,11 +177,7 @@ class Pipeline(AsyncOnly, Generic[T]):
     ) -> "Pipeline[U]": ...
 
     def map(
-        self,
-        fn: Callable[[T], Any],
-        *,
-        concurrency: int | None = None,
-        in_order: bool = True,
+        self, fn: Callable[[T], Any], *, concurrency: int | None = None, in_order: bool = True
     ) -> "Pipeline[Any]":
         """Replace each item by `fn(item)`, awaited if `fn` is an `async def`, a `Batcher`, ...
 
@@ -218,10 +207,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         return self._then(Verb(name, build, None))
 
     def flat_map(
-        self,
-        fn: Callable[[T], _Parts[U] | Awaitable[_Parts[U]]],
-        *,
-        concurrency: int | None = None,
+        self, fn: Callable[[T], _Parts[U] | Awaitable[_Parts[U]]], *, concurrency: int | None = None
     ) -> "Pipeline[U]":
         """Replace each item by the items of `fn(item)`, in order.
 

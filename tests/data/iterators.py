@@ -109,23 +109,3 @@ class AsyncLate(_Async, Late):
 
 class AsyncExpecting(_Async, Expecting):  # type: ignore[misc]
     pass
-
-
-class NextOnly:
-    """An iterator without `__iter__`, which torch accepts."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self._items = iter(items)
-
-    def __next__(self) -> Any:
-        return next(self._items)
-
-
-class OfNextOnly(IterableDataset[Any]):
-    """Its `iter` returns a `NextOnly`."""
-
-    def __init__(self, items: Iterable[Any]) -> None:
-        self.items = list(items)
-
-    def __iter__(self) -> NextOnly:  # type: ignore[override]
-        return NextOnly(self.items)

@@ -169,18 +169,6 @@ class Days(IterableDataset[int]):
         self.day, self.row = state["day"], state["row"]
 
 
-class AsyncDays(Days):
-    __iter__ = None  # type: ignore[assignment]
-
-    def __aiter__(self) -> AsyncIterator[int]:
-        self._begin()
-        return self._rows_later()
-
-    async def _rows_later(self) -> AsyncIterator[int]:
-        for row in self._rows():
-            yield row
-
-
 class Turns(Days):
     """A sampler like `Days`: the same indices each day, in another order."""
 

@@ -2,10 +2,9 @@
 
 import asyncio
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -15,45 +14,22 @@ from aiopar.data import AsyncDataLoader, LoaderStream
 from aiopar.testing import Gate
 from tests.data.datasets import FailingAsync, Held, Item, same
 from tests.data.loaders import loader_threads, no_threads, read, read_into
-from tests.data.streams import until
+from tests.data.streams import Source, until
 from tests.freeing import survivors, without_gc
 
 pytestmark = pytest.mark.usefixtures("_threads_of_one_test_are_gone_before_the_next")
 
 
-@pytest.fixture
-def lines(tmp_path: Path) -> Path:
-    """A file of 40 numbers."""
-    path = tmp_path / "lines"
-    path.write_text("".join(f"{n}\n" for n in range(40)))
-    return path
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize("way", ["break", "error", "cancel", "aclose", "end"])
 @pytest.mark.parametrize("kind", ["map", "iterable", "async map", "async iterable"])
-async def test_nothing_is_left_behind(way: str, kind: str, lines: Path) -> None:
-    """No thread, no task, no file."""
-    files: list[Any] = []
-
-    def read_lines() -> Iterator[int]:
-        with lines.open() as file:
-            files.append(file)
-            yield from map(int, file)
-
-    async def count() -> AsyncIterator[int]:
-        files.append(opened := _Opened())
-        try:
-            for n in range(40):
-                yield n
-        finally:
-            opened.closed = True
-
+async def test_nothing_is_left_behind(way: str, kind: str) -> None:
+    source = Source(40)
     datasets: dict[str, Any] = {
         "map": range(40),
-        "iterable": read_lines(),
+        "iterable": source,
         "async map": FailingAsync(set()),
-        "async iterable": count(),
+        "async iterable": source.later(),
     }
     tasks = _tasks()
     loader = AsyncDataLoader(datasets[kind], 2, num_workers=2)
@@ -64,8 +40,7 @@ async def test_nothing_is_left_behind(way: str, kind: str, lines: Path) -> None:
         except ZeroDivisionError:
             assert way == "error"
     await no_threads()
-    assert len(files) == ("iterable" in kind)
-    assert all(file.closed for file in files)
+    assert source.closed.is_set() == ("iterable" in kind)
     assert _tasks() == tasks
 
 
@@ -79,10 +54,6 @@ async def _leave(stream: LoaderStream[Any], way: str, scope: anyio.CancelScope) 
             scope.cancel()
         if way == "aclose":
             await stream.aclose()
-
-
-class _Opened:
-    closed = False
 
 
 def _tasks() -> int:

@@ -26,7 +26,6 @@ from tests.data.iterators import (
 from tests.data.loaders import SAMPLERS, N, Options, read, values
 from tests.data.stateful import (
     FETCHED,
-    AsyncDays,
     AsyncKeeping,
     AsyncLines,
     AsyncPositionedLines,
@@ -49,7 +48,6 @@ from tests.data.stateful import (
 RESUMED: dict[str, Options] = {
     **{name: _options for name, _options in SAMPLERS.items() if name != "lazy"},
     "positioned": lambda g: {"batch_size": 4, "sampler": Positioned(), "generator": g},
-    "positioned, no remainder": lambda g: {"batch_size": 1, "sampler": Positioned()},
     "positioned, drop_last": lambda g: {
         "batch_size": 4,
         "sampler": Positioned(),
@@ -72,7 +70,6 @@ RESUMED: dict[str, Options] = {
     "positioned iterable": lambda g: {"dataset": PositionedLines(), "batch_size": 4},
     "positioned async iterable": lambda g: {"dataset": AsyncPositionedLines(), "batch_size": 4},
     "own iterator": lambda g: {"dataset": Stateful(range(N)), "batch_size": 4},
-    "own iterator, no batching": lambda g: {"dataset": Stateful(range(N)), "batch_size": None},
     "own async iterator": lambda g: {"dataset": AsyncStateful(range(N)), "batch_size": 4},
     "turning": lambda g: {"dataset": Turning(range(N)), "batch_size": 4, "generator": g},
     "turning, async": lambda g: {"dataset": AsyncTurning(range(N)), "batch_size": 4},
@@ -86,24 +83,16 @@ RESUMED: dict[str, Options] = {
     "expecting, async": lambda g: {"dataset": AsyncExpecting(range(N)), "batch_size": 4},
     "begins when asked": lambda g: {"dataset": BeginsWhenAsked(), "batch_size": 4},
     "days": lambda g: {"dataset": Days(), "batch_size": 4},
-    "days, async": lambda g: {"dataset": AsyncDays(), "batch_size": 4},
-    "days, no batching": lambda g: {"dataset": AsyncDays(), "batch_size": None},
     "turns": lambda g: {"sampler": Turns(), "batch_size": 4},
     "keeping": lambda g: {"dataset": Keeping(), "batch_size": 4},
-    "keeping, no batching": lambda g: {"dataset": Keeping(), "batch_size": None},
     "keeping, drop_last": lambda g: {"dataset": Keeping(), "batch_size": 4, "drop_last": True},
     "keeping, late": lambda g: {"dataset": KeepingLate(), "batch_size": 4},
     "keeping, async": lambda g: {"dataset": AsyncKeeping(), "batch_size": 4},
     "keeping sampler": lambda g: {"sampler": KeepingSampler(), "batch_size": 4},
     "iterators": lambda g: {"dataset": StatefulIterators(), "batch_size": 4, "generator": g},
-    "iterators, no batching": lambda g: {"dataset": StatefulIterators(), "batch_size": None},
     "iterators, async": lambda g: {"dataset": AsyncStatefulIterators(), "batch_size": 4},
     "shuffled pipeline": lambda g: {
         "dataset": Pipeline(range(N)).shuffle(7, generator=g),
-        "batch_size": 4,
-    },
-    "shuffled pipeline, torch's generator": lambda g: {
-        "dataset": Pipeline(range(N)).shuffle(7),
         "batch_size": 4,
     },
     "shuffled pipeline, one generator": lambda g: {

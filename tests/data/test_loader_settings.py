@@ -158,11 +158,6 @@ def test_pin_memory_is_returned_as_it_was_given() -> None:
     assert AsyncDataLoader(range(9), pin_memory=True).pin_memory is True
 
 
-class OwnIter(DataLoader[int]):
-    def __iter__(self) -> Any:
-        return iter([[1], [2]])
-
-
 class OwnIterator(DataLoader[int]):
     """Like the loaders of PyG: each batch of torch's iterator is transformed."""
 
@@ -176,19 +171,13 @@ class OwnIndices(DataLoader[int]):
         return [[1], [2]]
 
 
-class NoCollation(DataLoader[int]):
-    @property
-    def _auto_collation(self) -> bool:
-        return False
-
-
 def patched(dataset: Any) -> DataLoader[int]:
     loader = DataLoader[int](dataset)
     loader._get_iterator = lambda: iter([[1], [2]])  # type: ignore[method-assign,assignment,return-value]
     return loader
 
 
-@pytest.mark.parametrize("make", [OwnIter, OwnIterator, OwnIndices, NoCollation, patched])
+@pytest.mark.parametrize("make", [OwnIterator, OwnIndices, patched])
 def test_from_dataloader_refuses_a_loader_that_iterates_in_its_own_way(make: Any) -> None:
     own = make(range(3))
     with pytest.raises(TypeError, match=rf"{type(own).__name__} iterates .* own.*batch_size=None"):

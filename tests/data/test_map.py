@@ -242,36 +242,25 @@ async def test_an_error_names_the_replica_and_the_batch(workers: Workers) -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("fn", "source", "options", "error", "message"),
     [
-        ((3, []), TypeError, "expected a callable"),
-        ((abs, 3), TypeError, "expected an iterable"),
-        ((abs, [], 0), ValueError, "concurrency must be at least 1"),
-        ((abs, [], True), TypeError, "concurrency must be an int"),
+        (3, [], {}, TypeError, "expected a callable"),
+        (abs, 3, {}, TypeError, "expected an iterable"),
+        (abs, [], {"concurrency": 0}, ValueError, "concurrency must be at least 1"),
+        (abs, [], {"concurrency": True}, TypeError, "concurrency must be an int"),
+        (nn.Identity(), [], {"devices": ["nowhere"]}, ValueError, "unknown device"),
+        (nn.Identity(), [], {"devices": ["cpu"] * 2}, ValueError, "2 calls at once on cpu need 2"),
+        (double_async, [], {"devices": ["cpu"]}, TypeError, "takes no devices"),
+        (nn.LazyLinear(2), [], {}, ValueError, "has uninitialized parameters"),
     ],
 )
 def test_arguments_are_checked_when_it_is_called(
-    arguments: tuple[Any, ...], error: type[Exception], message: str
+    fn: Any, source: Any, options: Any, error: type[Exception], message: str
 ) -> None:
-    fn, source, *rest = arguments
-    with pytest.raises(error, match=message):
-        aiopar.map(fn, source, concurrency=rest[0] if rest else None)
-
-
-def test_devices_are_checked_when_it_is_called() -> None:
-    with pytest.raises(ValueError, match="unknown device"):
-        aiopar.map(nn.Identity(), [], devices=["nowhere"])
-    with pytest.raises(TypeError, match="takes no devices"):
-        aiopar.map(double_async, [], devices=["cpu"])
     with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor):
-        too_few = pytest.raises(ValueError, match="2 calls at once on cpu need 2 workers")
-        with too_few:
-            aiopar.map(nn.Identity(), [], devices=["cpu", "cpu"])
-
-
-def test_a_module_that_cannot_be_replicated_is_refused_when_it_is_called() -> None:
-    with pytest.raises(ValueError, match="has uninitialized parameters"):
-        aiopar.map(nn.LazyLinear(2), [])
+        refused = pytest.raises(error, match=message)
+        with refused:
+            aiopar.map(fn, source, **options)
 
 
 # Progress.

@@ -11,9 +11,7 @@ import anyio.lowlevel
 import pytest
 import torch
 
-import aiopar
 from aiopar.data import Pipeline
-from tests import simdevice
 from tests.data.streams import (
     Executor,
     Source,
@@ -242,22 +240,6 @@ async def test_each_task_that_iterates_a_pipeline_gets_all_items(executor: Execu
 
 
 # Devices.
-
-
-@pytest.mark.sim
-@pytest.mark.asyncio
-async def test_the_next_batch_is_copied_while_the_reader_computes() -> None:
-    device = torch.device("sim:0")
-    pipeline = Pipeline(torch.ones(4, 8)).to(device)
-    async with aiopar.DeviceExecutor([device]) as executor, pipeline as stream:
-        batch = await anext(stream)
-        with simdevice.paused(await executor.run_sync(torch.accelerator.current_stream)):
-            computed = executor.submit(torch.add, batch, 1)
-            # The computing stream is paused, but the copies arrive.
-            rest = [(await anext(stream)) for _ in range(3)]
-            assert not computed.done()
-        assert (await computed).cpu().tolist() == [2.0] * 8
-    assert [other.cpu().tolist() for other in rest] == [[1.0] * 8] * 3
 
 
 @pytest.mark.asyncio

@@ -1,6 +1,7 @@
 """`Pipeline`: errors of its functions, and refused arguments."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import FrozenInstanceError
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import aiopar
-from aiopar.data import Pipeline
+from aiopar.data import FailedItem, Pipeline
 from tests.data.streams import Executor, collect, double
 from tests.home import elsewhere
 
@@ -49,21 +50,29 @@ async def test_errors_name_the_step_and_the_position(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("concurrency", [None, 3])
+@pytest.mark.parametrize("fn", [_fail, _fail_async], ids=["sync", "async"])
 async def test_failures_are_skipped_and_recorded(
-    executor: Executor, concurrency: int | None
+    executor: Executor, fn: Callable[[int], Any], concurrency: int | None
 ) -> None:
-    pipeline = Pipeline(range(9), executor=executor, max_failures=2).map(
-        _fail, concurrency=concurrency
-    )
-    pipeline = pipeline.flat_map(iter).map(double).shuffle(1)
-    async with pipeline.batch(3) as stream:
-        batches = [batch async for batch in stream]
-    assert batches == [[0, 2, 4], [6, 10, 12], [14, 16]]
-    assert [(f.stage, f.position) for f in stream.failures] == [("map(_fail)", 4)]
-    # The traceback is kept as text, because frames would keep the item.
+    def made(max_failures: int) -> Pipeline[Any]:
+        pipeline = Pipeline(range(9), executor=executor, max_failures=max_failures)
+        failing = pipeline.map(fn, concurrency=concurrency).flat_map(iter)
+        return failing.map(double).shuffle(1).batch(3)
+
+    async with made(1) as stream:
+        assert [batch async for batch in stream] == [[0, 2, 4], [6, 10, 12], [14, 16]]
+    assert isinstance(stream.failures, tuple), "callers cannot change it"
     [failed] = stream.failures
+    assert type(failed) is FailedItem
+    assert (failed.stage, failed.position) == (f"map({fn.__name__})", 4)
+    with pytest.raises(FrozenInstanceError):
+        failed.position = 3  # type: ignore[misc]
+    assert stream.stats().failures == 1
+    # The traceback is kept as text, because frames would keep the item.
     assert failed.error.__traceback__ is None
     assert "in _fail" in failed.error.__notes__[-1]
+    with pytest.raises(LookupError, match="mine"):
+        _ = [batch async for batch in made(0)]
 
 
 @pytest.mark.anyio

@@ -19,7 +19,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from aiopar.data import AsyncDataLoader
 from tests.data.datasets import Failing
-from tests.data.iterators import Expecting, Late, Restarting, Turning
+from tests.data.iterators import Expecting, Late, Turning
 from tests.data.loaders import SAMPLERS, Eager, N, epochs, read, values
 from tests.data.stateful import (
     Keeping,
@@ -231,7 +231,6 @@ async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any)
     [
         (SAMPLERS["shuffled"], 2),
         (SAMPLERS["shuffled by torch's generator"], 1),
-        (SAMPLERS["eager"], 1),
         (lambda g: {"batch_size": 4, "sampler": Eager(), "generator": g}, 1),
         (lambda g: {"batch_size": 4, "sampler": Positioned(), "generator": g}, 1),
         (lambda g: {"batch_sampler": BatchSampler(Rolling(), 4, drop_last=False)}, 1),
@@ -242,16 +241,18 @@ async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any)
         (lambda g: {"batch_size": 3, "sampler": KeepingSampler()}, 1),
         (lambda g: {"batch_sampler": Turning([[n, 1] for n in range(7)])}, 1),
         (lambda g: {"batch_sampler": Late([[n, 1] for n in range(7)])}, 1),
+        (lambda g: {"batch_size": 4, "sampler": Turns()}, 1),
         (lambda g: {"batch_sampler": Expecting([[n, 1] for n in range(7)])}, 1),
     ],
     ids=[
-        *("shuffled", "torch's", "eager", "eager, torch's", "positioned", "rolling"),
+        *("shuffled", "torch's", "eager", "positioned", "rolling"),
         *("iterable", "stateful iterable", "keeping", "iterators", "keeping sampler"),
-        *("turning", "late", "expecting"),
+        *("turning", "late", "turns", "expecting"),
     ],
 )
 @pytest.mark.parametrize("persistent", [False, True])
-def test_resuming(options: Any, workers: int, persistent: bool) -> None:
+@pytest.mark.parametrize("after_the_last", [False, True])
+def test_resuming(options: Any, workers: int, persistent: bool, after_the_last: bool) -> None:
     def loader(seed: int) -> AsyncDataLoader[Any]:
         torch.manual_seed(seed)
         arguments = {"dataset": range(N)} | options(torch.Generator().manual_seed(seed))
@@ -260,19 +261,18 @@ def test_resuming(options: Any, workers: int, persistent: bool) -> None:
         )
 
     async def main() -> None:
-        unbroken, seen, state = loader(1), [], None
+        unbroken, seen = loader(1), []
         for epoch in range(3):
             async for batch in unbroken:
                 seen.append((epoch, values(batch)))
-                if len(seen) == 9:
-                    state, begun = unbroken.state_dict(), epoch
+                if epoch == 0 if after_the_last else len(seen) == 9:
+                    state, cut, begun = unbroken.state_dict(), len(seen), epoch
         await unbroken.aclose()
-        assert state is not None
         resumed = loader(2)
         resumed.load_state_dict(state)
         rest = [(epoch, batch) for epoch in range(begun, 3) for batch in await read(resumed)]
         await resumed.aclose()
-        assert rest == seen[9:]
+        assert rest == seen[cut:]
 
     asyncio.run(main())
 
@@ -293,44 +293,6 @@ async def test_a_state_within_an_epoch_needs_as_many_processes_if_they_share_out
     loader(1, range(N)).load_state_dict(by_index.state_dict())
     await read(shared)
     loader(1, Sharded()).load_state_dict(shared.state_dict())  # between two epochs
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    ("make", "persistent"),
-    [
-        *((Positioned, False), (Turns, False), (Late, False), (Rolling, True), (Expecting, True)),
-        *((KeepingSampler, False), (KeepingSampler, True)),
-    ],
-)
-async def test_a_state_from_after_the_last_batch_does_not_begin_the_sampler(
-    make: Any, persistent: bool
-) -> None:
-    def loader() -> AsyncDataLoader[Any]:
-        options: dict[str, Any] = {}
-        if issubclass(make, Restarting):
-            options["batch_sampler"] = make([[n, 1] for n in range(3)])
-        else:
-            options = {"batch_size": 8, "sampler": make()}
-        return AsyncDataLoader(
-            range(N), **options, worker_type="process", persistent_workers=persistent
-        )
-
-    unbroken, resumed, between = loader(), loader(), loader()
-    async with unbroken as stream:
-        for _ in range(3):
-            await anext(stream)
-        state = unbroken.state_dict()
-        assert [values(batch) async for batch in stream] == []
-    expected = [await read(unbroken) for _ in range(2)]
-    resumed.load_state_dict(state)
-    assert await read(resumed) == []
-    state = resumed.state_dict()
-    assert [await read(resumed) for _ in range(2)] == expected
-    between.load_state_dict(state)
-    assert [await read(between) for _ in range(2)] == expected
-    for each in (unbroken, resumed, between):
-        await each.aclose()
 
 
 @pytest.mark.asyncio

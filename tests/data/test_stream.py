@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,7 +11,6 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
-from torch import nn
 
 import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline
@@ -24,10 +22,7 @@ from tests.data.streams import (
     Executor,
     Source,
     double,
-    double_async,
     fetched,
-    is_even,
-    is_odd,
     iterable,
     left_since,
     mapped,
@@ -64,30 +59,6 @@ async def test_outcomes_come_in_the_order_of_their_items(
     assert source.closed.is_set()
     await until(lambda: not left_since(before))
     assert [n async for n in stream_of(iterable(asynchronous, Source(0)), mapped(fn))] == []
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("source", [range(7), list(range(7)), dict.fromkeys(range(7))])
-async def test_containers_are_read_at_once(executor: Executor, source: Any) -> None:
-    async with stream_of(source, mapped(double_async), mapped(abs), executor=executor) as stream:
-        assert [n async for n in stream] == [2 * n for n in range(7)]
-
-
-@pytest.mark.anyio
-async def test_many_stages_of_both_kinds_in_one_stream(executor: Executor) -> None:
-    before = running()
-    stream = stream_of(
-        Source(200),
-        mapped(double, concurrency=2),
-        mapped(double_async, concurrency=3),
-        mapped(double_async, concurrency=2),
-        lambda pipeline: pipeline.filter(is_even),
-        mapped(double, concurrency=2),
-        lambda pipeline: pipeline.shuffle(1),
-        executor=executor,
-    )
-    assert [n async for n in stream] == [16 * n for n in range(200)]
-    await until(lambda: not left_since(before))
 
 
 @pytest.mark.anyio
@@ -211,20 +182,6 @@ async def test_a_second_reader_gets_an_error(executor: Executor) -> None:
                 with pytest.raises(RuntimeError, match="read by another task"):
                     await anext(stream)
         assert [n async for n in stream] == [1, 2], "the first reader continues"
-
-
-@pytest.mark.anyio
-async def test_a_reader_that_never_waits_gives_others_a_turn() -> None:
-    happened = anyio.Event()
-
-    async def other() -> None:
-        happened.set()
-
-    async with anyio.create_task_group() as tasks, fetched(itertools.count(), 1000) as stream:
-        tasks.start_soon(other)
-        async for _ in stream:
-            if happened.is_set():
-                break
 
 
 @pytest.mark.anyio
@@ -412,39 +369,3 @@ async def test_an_executor_that_is_shut_down_ends_the_stream_with_an_error() -> 
         await read_to_the_end(stream)
     await stream.aclose()
     assert source.closed.is_set()
-
-
-def host(_: int) -> int:
-    return os.getpid()
-
-
-class Doubling(nn.Module):
-    """Returns its input times a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.factor = nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.factor
-
-
-def twice(n: int) -> list[int]:
-    return [n, n]
-
-
-@pytest.mark.asyncio
-async def test_functions_are_sent_to_workers_elsewhere() -> None:
-    async with aiopar.ProcessExecutor(["cpu", "cpu"]) as executor:
-        pipeline = Pipeline(Source(6), executor=executor)
-        numbers = pipeline.filter(is_odd, concurrency=2).flat_map(twice, concurrency=2)
-        assert [n async for n in numbers] == [1, 1, 3, 3, 5, 5]
-        pids = {pid async for pid in pipeline.map(host, concurrency=2)}
-        with aiopar.use_executor(executor):
-            outputs = aiopar.map(host, range(6), devices=["cpu", "cpu"])
-            doubled = aiopar.map(Doubling(), [torch.tensor(1.0), torch.tensor(2.0)])
-        pids |= {pid async for pid in outputs}
-        hosts = {stats.host.pid for stats in executor.stats().workers if stats.host}
-        assert pids <= hosts
-        assert os.getpid() not in pids
-        assert [output.item() async for output in doubled] == [2.0, 4.0]

@@ -2,14 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import FrozenInstanceError
 from functools import partial
 from typing import Any
 
 import anyio.lowlevel
 import pytest
 
-from aiopar.data import FailedItem
 from tests.data.streams import (
     FUNCTIONS,
     SOURCES,
@@ -22,7 +20,6 @@ from tests.data.streams import (
     iterable,
     left_since,
     mapped,
-    read_to_the_end,
     running,
     stream_of,
     until,
@@ -40,11 +37,8 @@ async def _fail_later_at(position: int, n: int) -> int:
     return _fail_at(position, n)
 
 
-FAILING = pytest.mark.parametrize("fail", [_fail_at, _fail_later_at], ids=["sync", "async"])
-
-
 @pytest.mark.anyio
-@FAILING
+@pytest.mark.parametrize("fail", [_fail_at, _fail_later_at], ids=["sync", "async"])
 @SOURCES
 async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
     executor: Executor, fail: Callable[[int, int], Any], asynchronous: bool
@@ -92,30 +86,6 @@ async def test_an_error_of_the_source_comes_after_its_items(
         await collect(stream, got)
     assert got == [0, 2, 4, 6, 8]
     assert caught.value.__notes__ == ["in stage 'source' of the stream, item 5"]
-
-
-@pytest.mark.anyio
-@FAILING
-async def test_failures_are_skipped_and_recorded(
-    executor: Executor, fail: Callable[[int, int], Any]
-) -> None:
-    name = f"map({fail.__name__})"
-    verbs = [mapped(partial(fail, 2)), mapped(abs), mapped(partial(fail, 7), concurrency=2)]
-    stream = stream_of(Source(10), *verbs, executor=executor, max_failures=2)
-    assert [n async for n in stream] == [0, 1, 3, 4, 5, 6, 8, 9]
-    assert [(f.stage, f.position) for f in stream.failures] == [(name, 2), (name, 7)]
-    assert all(isinstance(f.error, LookupError) for f in stream.failures)
-    assert stream.stats().failures == 2
-
-    assert isinstance(stream.failures, tuple), "callers cannot change it"
-    assert {type(failed) for failed in stream.failures} == {FailedItem}
-    with pytest.raises(FrozenInstanceError):
-        stream.failures[0].position = 3
-
-    one_too_many = stream_of(Source(10), *verbs, executor=executor, max_failures=1)
-    with pytest.raises(LookupError, match="mine"):
-        await read_to_the_end(one_too_many)
-    assert one_too_many.delivered == 6
 
 
 def _raise(error: type[BaseException], _: int) -> int:
