@@ -136,6 +136,14 @@ async def test_a_full_queue_refuses_on_entering_or_at_the_first_read(kind: str) 
         assert batcher.stats().rejected == {"queue_full": 2}
 
 
+async def test_a_lower_priority_goes_first(kind: str) -> None:
+    counting = Counting(1)
+    async with reading(Batcher(counting.of(kind), **full(1))) as readers, held(readers.batcher):
+        await readers.queue("later")
+        await readers.queue("sooner", priority=-1)
+    assert counting.batches[1:] == [["sooner"], ["later"]]
+
+
 # Refusals.
 
 
