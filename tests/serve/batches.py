@@ -1,4 +1,4 @@
-"""Helpers for tests of `Batcher`: a function that is held at a gate, and callers in tasks."""
+"""Helpers for tests of `Batcher`: functions that are held or record, and callers in tasks."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
@@ -8,6 +8,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 import pytest
+from torch import Tensor
 
 from aiopar import Batcher, DeviceExecutor, use_executor
 from aiopar.testing import Gate
@@ -35,6 +36,48 @@ class Recorder:
     def __call__(self, items: list[Any]) -> list[Any]:
         self.runs.append(list(items))
         return [self.fn(item) for item in items]
+
+
+class Held:
+    """A coroutine function that waits in each batch until it is let on."""
+
+    def __init__(self) -> None:
+        self.runs: list[list[Any]] = []
+        self.ended: list[list[Any]] = []
+        self._events: list[anyio.Event] = []
+
+    async def __call__(self, items: list[Any]) -> list[Any]:
+        self.runs.append(list(items))
+        event = anyio.Event()
+        self._events.append(event)
+        try:
+            await event.wait()
+        finally:
+            self.ended.append(list(items))
+        return [str(item) for item in items]
+
+    def let_on(self) -> None:
+        """Let the waiting batches go on."""
+        for event in self._events:
+            event.set()
+
+
+async def double(batch: Tensor) -> Tensor:
+    await anyio.lowlevel.checkpoint()
+    return batch * 2
+
+
+def coroutine(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A coroutine function that calls `fn`."""
+
+    async def call(batch: Any) -> Any:
+        await anyio.lowlevel.checkpoint()
+        try:
+            return fn(batch)
+        finally:
+            del batch  # an error's traceback holds this frame
+
+    return call
 
 
 class Callers:

@@ -16,8 +16,7 @@ from aiopar.serve import Batcher, BatchInfo, BatchObserver
 from aiopar.testing import Gate
 from tests.interruptions import at_every_point
 
-from .batches import Callers, on_asyncio, until
-from .coroutines import Held
+from .batches import Callers, Held, on_asyncio, until
 from .streams import Readers, full, idle
 from .test_batcher_loops import RUNNERS
 

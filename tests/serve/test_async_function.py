@@ -18,8 +18,7 @@ import aiopar
 from aiopar.serve import Batcher
 from tests import simdevice
 
-from .batches import LONG, Callers, current_executor, on_asyncio, outcomes_of, until
-from .coroutines import Held, double
+from .batches import LONG, Callers, Held, current_executor, double, on_asyncio, outcomes_of, until
 from .streams import full
 
 pytestmark = pytest.mark.anyio

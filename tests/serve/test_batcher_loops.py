@@ -25,8 +25,7 @@ from aiopar.testing import Gate
 from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 
 from ..freeing import without_gc
-from .batches import Recorder, current_executor, until
-from .coroutines import coroutine
+from .batches import Recorder, coroutine, current_executor, until
 from .replicas import CPUS, Scale, X
 
 RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {

@@ -20,8 +20,7 @@ from aiopar.testing import Gate
 from tests import simdevice
 from tests.freeing import survivors, without_gc
 
-from .batches import LONG, Bad, Recorder, busy, current_executor, on_asyncio, until
-from .coroutines import coroutine
+from .batches import LONG, Bad, Recorder, busy, coroutine, current_executor, on_asyncio, until
 from .replicas import CPUS, Fragile, Scale, X, break_copy, open_pool
 from .streams import Counting, full, idle, of_kind, read_all
 from .test_batcher_errors import unwilling

@@ -135,6 +135,7 @@ class TestBrokenReplica:
 
 
 class TestHealthCheck:
+    @on_asyncio
     @pytest.mark.parametrize("batched", [True, False])
     async def test_bad_inputs_are_not_the_replicas_fault_and_run_the_warmup_once(
         self, workers: Workers, batched: bool
@@ -245,6 +246,7 @@ class TestHealthCheck:
 
 
 class TestRebuilding:
+    @on_asyncio
     async def test_failed_rebuild_is_tried_again(
         self, workers: Workers, caplog: pytest.LogCaptureFixture
     ) -> None:

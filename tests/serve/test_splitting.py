@@ -17,8 +17,7 @@ from aiopar.errors import InvalidInput, OutputMismatch
 from aiopar.serve import Batcher, ReplicaPool
 from tests.home import AtHome
 
-from .batches import Bad
-from .coroutines import coroutine
+from .batches import Bad, coroutine
 from .streams import full, of_kind
 
 

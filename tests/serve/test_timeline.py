@@ -20,8 +20,7 @@ from aiopar.serve import Batcher
 from aiopar.testing import Gate
 from tests.programs import run
 
-from .batches import Bad, busy, on_asyncio, until
-from .coroutines import Held
+from .batches import Bad, Held, busy, current_executor, on_asyncio, until
 from .replicas import Scale, answers_of_all, open_pool
 
 pytestmark = pytest.mark.anyio
@@ -259,6 +258,15 @@ async def test_outcomes_of_items_without_an_output(path: Path) -> None:
     ]
     errors = [bar["args"]["errors"] for row in timeline.rows[1:] for bar in timeline.bars(row)]
     assert errors == [0, 1]
+
+
+@on_asyncio
+async def test_calls_of_a_map_have_its_name(path: Path) -> None:
+    async with current_executor(["cpu"]), aiopar.trace(path):
+        assert [number async for number in aiopar.map(abs, [-1])] == [1]
+    timeline = await read(path)
+    # The workers of the stream have one queue: any of them takes the call.
+    assert any("map(abs)" in timeline.names(row) for row in timeline.rows)
 
 
 @pytest.mark.may_block("stalls are what it looks for")
