@@ -28,6 +28,7 @@ PENDING, RUNNING, FINISHED = _base.PENDING, _base.RUNNING, _base.FINISHED
 # For `concurrent.futures.wait` a future that is only `_base.CANCELLED` is not done.
 CANCELLED = _base.CANCELLED_AND_NOTIFIED
 DONE = frozenset((CANCELLED, FINISHED))
+_MAX_NESTED = 50
 
 
 class QueuedCall(Protocol):
@@ -59,27 +60,20 @@ class ThreadHooks(threading.local):
     called_back = False
     """Whether this thread has called callbacks, which may have changed its torch state."""
 
-    def clear(self) -> None:
-        """Remove the hooks: the thread serves no worker any more."""
-        self.__dict__.clear()
-
-
-thread_hooks = ThreadHooks()
-
-
-class _Nesting(threading.local):
-    """Nested callbacks of a thread: a callback may complete a future that has callbacks."""
-
-    limit = 50
-    depth = 0
-    """How many callbacks this thread is in."""
+    nested = 0
+    """How many callbacks this thread is in: a callback may complete a future that has callbacks."""
 
     def __init__(self) -> None:
         self.postponed: deque[Future[Any]] = deque()
         """The futures whose callbacks run when the outermost callback has returned."""
 
+    def clear(self) -> None:
+        """Remove the hooks: the thread serves no worker any more."""
+        for hook in ("help", "about_to_block"):
+            self.__dict__.pop(hook, None)
 
-_nesting = _Nesting()
+
+thread_hooks = ThreadHooks()
 
 
 class Future(concurrent.futures.Future[T]):
@@ -88,8 +82,7 @@ class Future(concurrent.futures.Future[T]):
     It *is* a `concurrent.futures.Future`: `concurrent.futures.wait`, `as_completed`,
     `asyncio.wrap_future`, `asyncio.gather` and `asyncio.wait_for` accept it. It can be awaited any
     number of times, by any number of tasks, in any event loop (asyncio or trio). It has the methods
-    of `torch.futures.Future`: `wait`, `value`, `then`, `add_done_callback`, `set_result` and
-    `set_exception`.
+    of `torch.futures.Future`.
 
     Differences from `torch.futures.Future`: it can be awaited and cancelled. `wait` on an event
     loop's thread raises instead of blocking the loop. Errors keep their class (torch's `then`
@@ -300,27 +293,27 @@ class Future(concurrent.futures.Future[T]):
 
     def _call_callbacks(self) -> None:
         # A chain of `then` may be longer than the stack is deep.
-        if _nesting.depth == _nesting.limit:
-            _nesting.postponed.append(self)
+        if thread_hooks.nested == _MAX_NESTED:
+            thread_hooks.postponed.append(self)
             return
         callbacks, self._done_callbacks = iter(self._done_callbacks), []
         interrupt: BaseException | None = None
         thread_hooks.called_back = True
-        _nesting.depth += 1
+        thread_hooks.nested += 1
         try:
             while True:
                 try:
                     self._call_each(callbacks)
-                    while _nesting.depth == 1 and _nesting.postponed:
-                        _nesting.postponed[0]._call_callbacks()
-                        del _nesting.postponed[0]
+                    while thread_hooks.nested == 1 and thread_hooks.postponed:
+                        thread_hooks.postponed[0]._call_callbacks()
+                        del thread_hooks.postponed[0]
                     break
                 except BaseException as error:  # noqa: BLE001  # Ctrl-C: after the other callbacks
                     interrupt = interrupt or error
             if interrupt is not None:
                 raise interrupt
         finally:
-            _nesting.depth -= 1
+            thread_hooks.nested -= 1
             del interrupt  # its traceback holds this frame
 
     def _call_each(self, callbacks: Iterator[Callable[[Any], object]]) -> None:

@@ -142,8 +142,6 @@ def _look() -> None:
 async def settle(futures: Iterable[Future[Any]]) -> None:
     """Wait until all futures are done; a cancellation does not end the wait."""
     running = [future for future in futures if not future.done()]
-    if not running:
-        return
     with cancel_scope(shield=True):  # `task.cancel()` of asyncio passes it, and raises once
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError), heeding_ctrl_c():
