@@ -73,7 +73,12 @@ def backward(
         tensor([6., 6., 6.])
     """
     losses = _as_tuple("losses", loss_or_losses)
-    gradients = _gradients_for(losses, grad_tensors)
+    given = [None] * len(losses) if grad_tensors is None else grad_tensors
+    gradients = _as_tuple("grad_tensors", given, or_none=True)
+    if len(gradients) != len(losses):
+        raise ValueError(
+            f"grad_tensors has {len(gradients)} entries, but there are {len(losses)} losses"
+        )
     if isinstance(inputs, Mapping):
         inputs = inputs.values()
     wanted = None if inputs is None else _as_tuple("inputs", inputs)
@@ -101,19 +106,6 @@ def _as_tuple(name: str, given: Any, *, or_none: bool = False) -> tuple[Any, ...
             expected = "a tensor or None" if or_none else "a tensor"
             raise TypeError(f"{name}[{index}] must be {expected}, not {type(one).__name__}")
     return several
-
-
-def _gradients_for(
-    losses: tuple[_Differentiable, ...], given: Tensor | Iterable[Tensor | None] | None
-) -> tuple[Tensor | None, ...]:
-    if given is None:
-        given = [None] * len(losses)
-    gradients = _as_tuple("grad_tensors", given, or_none=True)
-    if len(gradients) != len(losses):
-        raise ValueError(
-            f"grad_tensors has {len(gradients)} entries, but there are {len(losses)} losses"
-        )
-    return gradients
 
 
 def _device_of(loss: _Differentiable) -> torch.device:

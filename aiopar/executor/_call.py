@@ -175,12 +175,11 @@ class Call(Generic[T]):
 
     def leave(self) -> None:
         """Note that nobody waits for the running call any more."""
-        if self.left:
-            return
-        self.left = True
-        on_left = self.on_left  # read once: the call may end meanwhile
-        if on_left is not None:
-            on_left()
+        if not self.left:
+            self.left = True
+            on_left = self.on_left  # read once: the call may end meanwhile
+            if on_left is not None:
+                on_left()
 
     def end(self) -> None:
         """End a call that has run and whose result is complete on the device."""

@@ -381,7 +381,13 @@ class DeviceExecutor(concurrent.futures.Executor):
         caller = CallerState()
         worker = least_loaded(self._dispatcher.default_workers)
         assert worker is not None  # noqa: S101  # no executor is without workers
-        step = partial(_step, self._dispatcher, worker, caller)
+        dispatcher = self._dispatcher
+
+        def step(fn: Callable[[], Any]) -> Future[Any]:
+            call = FutureCall(fn, (), caller)
+            dispatcher.put(call, worker)
+            return call.future
+
         return Iteration(step, partial(fn, *args), caller, buffer)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
@@ -404,8 +410,6 @@ class DeviceExecutor(concurrent.futures.Executor):
             with heeding_ctrl_c():
                 pool.join()
 
-    # As a resource of `aiopar.asgi.lifespan`.
-
     @property
     def ready(self) -> bool:
         """Whether it takes calls."""
@@ -418,7 +422,7 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     @property
     def alive(self) -> bool:
-        """Always True."""
+        """Always True: an executor may be a resource of `aiopar.asgi.lifespan`."""
         return True
 
     @property
@@ -491,11 +495,3 @@ def check_executor(executor: DeviceExecutor | None) -> DeviceExecutor | None:
     if executor is not None:
         check_instance("executor", executor, DeviceExecutor)
     return executor
-
-
-def _step(
-    dispatcher: Dispatcher, worker: Worker, caller: CallerState, fn: Callable[[], T]
-) -> Future[T]:
-    call = FutureCall(fn, (), caller)
-    dispatcher.put(call, worker)
-    return call.future

@@ -25,10 +25,6 @@ TaskRef: TypeAlias = weakref.ref[Any]
 """A reference to a task of asyncio or trio; two references to one task are equal."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class Tasks:
     """Tasks on the event loop of the thread that makes this object, under the state of `caller`."""
 
@@ -50,7 +46,7 @@ class Tasks:
         """Whether the loop runs now, on any thread: else its tasks take no steps."""
         return not self.finished if self._loop is None else self._loop.is_running()
 
-    def spawn(self, fn: _Body, ended: Callable[[], object] = _nothing) -> None:
+    def spawn(self, fn: _Body, ended: Callable[[], object] = lambda: None) -> None:
         """Run `fn` in a new task; from any thread. It may raise only errors that `must_propagate`.
 
         `ended` is called when the task has ended, also if it was cancelled before its start.
@@ -127,7 +123,7 @@ class Tasks:
         if inner is not None:
             inner.shield = True
         elif task in self._running:  # a scope of anyio would keep the task of a closed loop forever
-            self._running[task] = _nothing, None
+            self._running[task] = (lambda: None), None
 
     @staticmethod
     def must_propagate(error: BaseException) -> bool:
@@ -184,7 +180,7 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
         # In an empty context: asyncio keeps the context of a cancelled timer until its time.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
     if not in_event_loop():  # a coroutine is closed after its loop
-        return _nothing
+        return lambda: None
     trio_module = sys.modules["trio"]
     scope: trio.CancelScope = trio_module.CancelScope()
 

@@ -114,8 +114,6 @@ class WorkerPool:
         """Whether it takes no calls, except from its running calls."""
         return self._state is not _PoolState.OPEN
 
-    # Workers.
-
     def _add_worker(self, device: torch.device) -> None:
         siblings = self.by_device[device]
         name = f"{self.thread_name_prefix}-{device}-{len(siblings)}"
@@ -258,7 +256,12 @@ class WorkerPool:
         self.check_open()
         admission = self._bound
         if admission is None:
-            self._put_together(calls, _distinct(groups))
+            chosen: list[Worker] = []
+            for group in groups:
+                worker = least_loaded(group, without=chosen)
+                assert worker is not None  # noqa: S101  # `Dispatcher` has counted them
+                chosen.append(worker)
+            self._put_together(calls, chosen)
             return
 
         def put(workers: list[Worker]) -> None:
@@ -391,16 +394,6 @@ def _take_back(call: Call[Any]) -> bool:
     return claimed
 
 
-def _distinct(groups: Sequence[Sequence[Worker]]) -> list[Worker]:
-    """The least loaded worker of each group that was not chosen for an earlier group."""
-    chosen: list[Worker] = []
-    for group in groups:
-        worker = least_loaded(group, without=chosen)
-        assert worker is not None  # noqa: S101  # `Dispatcher` has counted them
-        chosen.append(worker)
-    return chosen
-
-
 def _kill_hosts() -> None:
     """Kill the hosts that run calls; of executors that are being closed, also drop queued calls."""
     for pool in _pools:
@@ -528,8 +521,6 @@ class Dispatcher:
         if not self.shares_memory:
             where = f"worker {self.workers[0].label}"
             raise NotImplementedError(f"{what} cannot run on {where}: {instead}")
-
-    # Calls.
 
     def keep(self, value: T, *, replica: bool = False) -> T:
         """See `Worker.keep`."""

@@ -185,8 +185,6 @@ class ThreadWorker:
         if self.launches is None:
             self.launches = Launches(self.queues[0].stream, f"{self.name}-completions")
 
-    # Queues.
-
     def put(self, call: Call[Any]) -> None:
         self.queues[0].put(call)
 
@@ -275,8 +273,6 @@ class ThreadWorker:
 
     def _all_have_ended(self) -> bool:
         return all(thread.state is _ThreadState.ENDED for thread in self._threads)
-
-    # The end.
 
     def kill(self, *, left_only: bool = False) -> None:
         pass
