@@ -331,8 +331,8 @@ class Future(concurrent.futures.Future[T]):
         """
         check_callable(fn)
         child: Future[U] = Future()
-        # An error of `fn` refers to the frames of the callers of `fn`, and the child refers to the
-        # error. The callers refer to the child only by this list, which `run` empties: no cycle.
+        # The child refers to the error of `fn`, that error to the frames around `fn`. These frames
+        # refer to the child by this list only, which `run` empties: no cycle.
         waiting = [child]
 
         def run(parent: Future[T]) -> None:
@@ -475,10 +475,9 @@ class Future(concurrent.futures.Future[T]):
 
 
 class DoneCallback:
-    """The `call` of a future that is made from other futures.
+    """The `call` of a future that `fn`, a callback of other futures, completes.
 
-    A callback `fn` of those futures completes it. When the made future is cancelled, the callback
-    is removed: it would keep the other futures from being cancelled.
+    When that future is cancelled, the callback is removed: it would keep the others alive.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
@@ -486,7 +485,7 @@ class DoneCallback:
         self._fn = fn
 
     def drop(self) -> None:
-        """Remove the callback."""
+        """Remove the callback: cancelled awaits may now cancel the other futures."""
         for other in self._others:
             other._remove_done_callback(self._fn)
 
@@ -495,10 +494,9 @@ class DoneCallback:
 
 
 def _free_wrapper(frame: FrameType) -> None:
-    """Clear the frame soon in which asyncio awaits a failed future.
+    """Clear the frame of asyncio's coroutine around a failed future (`gather`, `wait_for`), soon.
 
-    `asyncio.gather` and `asyncio.wait_for` wrap a future in a coroutine. The traceback of the error
-    refers to the coroutine's frame, the frame to the future, the future to the error: a cycle.
+    Otherwise the error's traceback refers to the frame, that to the future, and that to the error.
     """
     loop = asyncio._get_running_loop()
     if loop is not None and frame.f_globals.get("__name__") == "asyncio.tasks":
@@ -526,9 +524,6 @@ def _complete_by(child: Future[U], fn: Callable[[Future[T]], U], parent: Future[
         child.set_result(result)
     finally:
         del child, parent
-
-
-_FRAMES_OF_WRAPPED = (__name__, "torch.futures")
 
 
 @overload
@@ -574,8 +569,8 @@ def wrap_future(future: Any) -> Future[Any]:
             events = result_events(tensors(result))
         except BaseException as error:  # noqa: BLE001  # every error goes to the awaiter
             # Without this frame and torch's frames, which refer to the error.
-            traceback = error.__traceback__
-            while traceback and traceback.tb_frame.f_globals["__name__"] in _FRAMES_OF_WRAPPED:
+            traceback, ours = error.__traceback__, (__name__, "torch.futures")
+            while traceback and traceback.tb_frame.f_globals["__name__"] in ours:
                 traceback = traceback.tb_next
             wrapped.set_exception(error.with_traceback(traceback))
             return

@@ -22,21 +22,17 @@ class Semaphore:
         # Re-entrant: a destructor may release a permit, and the collector runs it at any line.
         self._lock = ReentrantLock()
         self._permits = permits
-        self._held = 0
+        self.held = 0
+        """How many permits were acquired and not released."""
         self._waiters: OrderedDict[Future[None], None] = OrderedDict()
         self._idle: Future[None] | None = None
-
-    @property
-    def held(self) -> int:
-        """How many permits were acquired and not released."""
-        return self._held
 
     def try_acquire(self) -> bool:
         """Take a permit if one is free; return whether it was. A free permit has no waiters."""
         with self._lock:
-            if self._held >= self._permits:
+            if self.held >= self._permits:
                 return False
-            self._held += 1
+            self.held += 1
             return True
 
     @ki_protected
@@ -76,7 +72,7 @@ class Semaphore:
             if self._idle is None:
                 self._idle = running_future()
             idle = self._idle
-            if not self._held:  # looked at last: a destructor may release the last permit
+            if not self.held:  # looked at last: a destructor may release the last permit
                 return
         await idle
 
@@ -84,13 +80,13 @@ class Semaphore:
         """Give back permits, then give the free permits to waiters."""
         done: list[Future[None]] = []
         with self._lock:
-            self._held -= released
-            while self._waiters and self._held < self._permits:
+            self.held -= released
+            while self._waiters and self.held < self._permits:
                 waiter, _ = self._waiters.popitem(last=False)
                 if waiter.claim():  # else it was cancelled
-                    self._held += 1
+                    self.held += 1
                     done.append(waiter)
-            if not self._held and self._idle is not None:
+            if not self.held and self._idle is not None:
                 done.append(self._idle)
                 self._idle = None
         for waiter in done:  # without the lock, because a woken task may take it at once

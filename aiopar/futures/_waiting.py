@@ -15,10 +15,8 @@ from ..errors import BlockingWaitError
 from ._future import DoneCallback, Future, running_future, thread_hooks
 from ._wakeup import in_event_loop
 
-T = TypeVar("T")
-
-
 # `Future` is invariant: futures of different types together are futures of Any.
+T = TypeVar("T")
 
 
 @overload
@@ -96,10 +94,8 @@ class cancel_scope:  # noqa: N801  # used like a function of `contextlib`
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool | None:
-        if self._scope is None:
-            return None
         try:
-            return self._scope.__exit__(kind, *error)
+            return None if self._scope is None else self._scope.__exit__(kind, *error)
         except RuntimeError:
             if kind is not GeneratorExit:
                 raise

@@ -23,7 +23,7 @@ _unprotected: dict[Any, None] = {}
 
 
 def ki_protected(fn: F) -> F:
-    """Let trio raise no KeyboardInterrupt inside `fn`; its next checkpoint in the main task does.
+    """Let trio raise no KeyboardInterrupt inside `fn`, but at the next checkpoint of its main task.
 
     For functions on the loop's thread whose steps belong together. They must not block the thread.
     """

@@ -6,7 +6,6 @@ import threading
 from contextlib import suppress
 
 import anyio
-import anyio.abc
 import anyio.lowlevel
 import pytest
 from hypothesis import given, strategies as st
