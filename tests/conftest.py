@@ -280,7 +280,7 @@ def pytest_report_collectionfinish(config: pytest.Config) -> list[str]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Build the simulated accelerator before a time limit starts: it takes a minute."""
+    """Build the simulated accelerator before a time limit starts: it takes half a minute."""
     if _is_simulated(item) and simdevice.available():
         _build_error()
     return (yield)

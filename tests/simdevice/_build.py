@@ -64,7 +64,7 @@ def _compile(directory: Path) -> None:
     # In a process of its own: torch's helper writes to os.environ and imports what it has built.
     done = subprocess.run(
         [sys.executable, str(Path(__file__).resolve()), str(directory)],
-        env={**os.environ, "PATH": _path(), "MAX_JOBS": os.environ.get("MAX_JOBS", "2")},
+        env={**os.environ, "PATH": _path()},
         capture_output=True,
         text=True,
         check=False,
@@ -105,9 +105,9 @@ def _lock() -> Iterator[None]:
 def _main(directory: str) -> None:
     from torch.utils import cpp_extension
 
-    sources = [str(path) for path in _files() if path.suffix == ".cpp"]
+    source = str(_SOURCES / "all.cpp")
     # This also imports it: a library that does not load is never called finished.
-    cpp_extension.load(NAME, sources, extra_cflags=_FLAGS, build_directory=directory, verbose=True)
+    cpp_extension.load(NAME, source, extra_cflags=_FLAGS, build_directory=directory, verbose=True)
     for path in Path(directory).glob("*.o"):
         path.unlink()
 

@@ -57,7 +57,7 @@ Queue& stream(c10::DeviceIndex index, c10::StreamId id) {
 
 void hold(c10::DeviceIndex index, c10::StreamId id) { stream(index, id).hold(); }
 
-void release(c10::DeviceIndex index, c10::StreamId id) { stream(index, id).release(); }
+void let_go(c10::DeviceIndex index, c10::StreamId id) { stream(index, id).release(); }
 
 std::vector<c10::StreamId> recorded_streams(const at::Tensor& tensor) {
   const auto block = block_of(tensor.storage().data_ptr());
@@ -86,7 +86,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("sleep", &launch_sleep, no_gil());
   m.def("fail", &launch_failure, no_gil());
   m.def("hold", &hold, no_gil());
-  m.def("release", &release, no_gil());
+  m.def("release", &let_go, no_gil());
   m.def("pending", [](c10::DeviceIndex i) {
     return std::count_if(device(i).queues.begin(), device(i).queues.end(), [](auto& q) { return !q->idle(); });
   });
