@@ -194,16 +194,3 @@ async def test_a_destructor_may_give_room_back_at_any_point() -> None:
                     first.cancel()
                 assert second.cancel()
             assert await asyncio.gather(*waiting) == [1, 1, 1]
-
-
-def test_a_destructor_may_submit_at_any_point_of_a_submit() -> None:
-    for interruption in at_every_point():
-        with aiopar.DeviceExecutor(["cpu"], max_pending=2) as executor, Gate() as gate:
-            executor.submit(gate)
-            gate.wait_entered()
-            submitted: list[aiopar.Future[int]] = []
-            with interruption.by(lambda e=executor, s=submitted: s.append(e.submit(abs, -2))):  # type: ignore[misc]
-                first = executor.submit(abs, -1)
-            gate.open()
-            assert first.result(10) == 1
-            assert [future.result(10) for future in submitted] == [2] * interruption.came

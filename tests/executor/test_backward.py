@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from typing import Any
+from unittest.mock import Mock
 
 import anyio
 import pytest
@@ -484,16 +485,6 @@ def _memory(tensor: Tensor | None) -> list[float]:
     return list((ctypes.c_float * tensor.numel()).from_address(tensor.data_ptr()))
 
 
-class _Launched(aiopar.ExecutorObserver):
-    """Completes a future when a call has launched its kernels."""
-
-    def __init__(self) -> None:
-        self.future: aiopar.Future[None] = aiopar.Future()
-
-    def launched(self, call: aiopar.CallInfo) -> None:
-        self.future.set_result(None)
-
-
 def _backward_on(worker: aiopar.DeviceExecutor, loss: Tensor) -> Coroutine[Any, Any, None]:
     with aiopar.use_executor(worker):
         return aiopar.backward(loss)
@@ -503,9 +494,11 @@ async def _launched(
     executor: aiopar.DeviceExecutor, call: Coroutine[Any, Any, None]
 ) -> "asyncio.Task[None]":
     """Start a call, and return its task when all its kernels are launched."""
-    observer = _Launched()
+    launched: aiopar.Future[None] = aiopar.Future()
+    observer = Mock(spec=aiopar.ExecutorObserver)
+    observer.launched.side_effect = lambda _: launched.set_result(None)
     executor.add_observer(observer)
     task = asyncio.create_task(call)
-    await observer.future
+    await launched
     executor.remove_observer(observer)
     return task

@@ -253,14 +253,14 @@ async def test_the_executor_is_captured_too(verb: str, executor: aiopar.DeviceEx
     assert not sum(worker.completed for worker in executor.stats().workers)
 
 
-class _Calling(nn.Module):
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.forward = fn
-
-
 def _sine(x: Tensor) -> Tensor:
     return torch.sin(x)
+
+
+def _module(fn: Callable[[Any], Any]) -> nn.Module:
+    module = nn.Module()
+    module.forward = fn
+    return module
 
 
 _TRANSFORMS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] = {
@@ -269,7 +269,7 @@ _TRANSFORMS: dict[str, Callable[[Callable[[Any], Any]], Callable[[Any], Any]]] =
     "jit.trace": lambda fn: lambda x: torch.jit.trace(fn, x),  # type: ignore[no-untyped-call]
     "make_fx": make_fx,
     "make_fx, symbolic": functools.partial(make_fx, tracing_mode="symbolic"),
-    "export": lambda fn: lambda x: torch.export.export(_Calling(fn), (x,)),
+    "export": lambda fn: lambda x: torch.export.export(_module(fn), (x,)),
 }
 
 
@@ -329,29 +329,26 @@ class TestTransforms:
 class TestCheckpoint:
     """The second forward of a checkpoint finds the tensors of the first."""
 
-    @pytest.mark.parametrize("kind", ["forks", "DataParallel"])
-    def test_around_calls_that_end_in_another_order(self, kind: str) -> None:
+    def test_around_forks_that_end_in_another_order(self) -> None:
         net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
-        dp = aiopar.DataParallel(net, ["cpu"] * 2)
         rounds = 0
 
-        def both(x: torch.Tensor) -> Any:
+        def branch(x: Tensor, wait_for: aiopar.Future[None], first: bool) -> Any:
+            if not first:
+                wait_for.result(30)
+            y = net(x)
+            if first:
+                wait_for.set_result(None)
+            return y
+
+        def both(x: Tensor) -> Any:
             nonlocal rounds
             rounds += 1
-            if kind == "DataParallel":
-                return aiopar.wait(dp(x)).square()
             late = aiopar.Future[None]()
-            waits = [None, late] if rounds % 2 else [late, None]
-
-            def branch(x: torch.Tensor, wait_for: aiopar.Future[None] | None) -> Any:
-                if wait_for is not None:
-                    wait_for.result(30)
-                y = net(x)
-                if wait_for is None:
-                    late.set_result(None)
-                return y
-
-            calls = [aiopar.fork(branch, *one) for one in zip(x.chunk(2), waits, strict=True)]
+            calls = [
+                aiopar.fork(branch, half, late, (rounds + n) % 2 == 0)
+                for n, half in enumerate(x.chunk(2))
+            ]
             return torch.cat(aiopar.wait_all(calls)).square()
 
         x = torch.randn(6, 3)

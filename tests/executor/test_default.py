@@ -78,20 +78,11 @@ async def batch() -> list[str]:
         return [await batcher(torch.ones(1))]
 
 
-async def stage() -> list[str]:
-    async with aiopar.data.map(thread_name, [1]) as names:
-        return [name async for name in names]
-
-
 async def call() -> list[str]:
     return [await aiopar.run_sync(thread_name)]
 
 
-async def submitted() -> list[str]:
-    return [await aiopar.get_executor().submit(thread_name)]
-
-
-@pytest.mark.parametrize("names", [call, submitted, gang, generator, batch, stage])
+@pytest.mark.parametrize("names", [call, gang, generator, batch])
 @pytest.mark.anyio
 async def test_calls_without_a_device_stay_on_the_first_devices(
     names: Callable[[], Awaitable[list[str]]], fresh_default: aiopar.DeviceExecutor

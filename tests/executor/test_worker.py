@@ -20,7 +20,7 @@ from tests.no_threads import NO_THREAD, no_more_threads
 def executor(request: pytest.FixtureRequest) -> Iterator[aiopar.DeviceExecutor]:
     with aiopar.DeviceExecutor(["cpu"] * request.param) as executor:
         yield executor
-        assert [w.running + w.queued for w in executor.stats().workers] == [0] * request.param
+    assert [w.running + w.queued for w in executor.stats().workers] == [0] * request.param
 
 
 def test_nested_calls_may_wait_by_result(executor: aiopar.DeviceExecutor) -> None:
@@ -152,10 +152,13 @@ class TestNoMoreThreads:
         assert ran == [0], "an event loop queues nothing"
 
 
-def test_a_signal_handler_may_submit_at_any_point_of_the_first_call() -> None:
+@pytest.mark.parametrize("max_pending", [None, 2])
+def test_a_signal_handler_may_submit_at_any_point_of_the_first_call(
+    max_pending: int | None,
+) -> None:
     for interruption in at_every_point():
         submitted: list[aiopar.Future[int]] = []
-        with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.DeviceExecutor(["cpu"], max_pending=max_pending) as executor:
             with interruption.by(lambda e=executor, s=submitted: s.append(e.submit(abs, -2))):  # type: ignore[misc]
                 first = executor.submit(abs, -1)
             assert first.result(10) == 1
