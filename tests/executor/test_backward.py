@@ -261,10 +261,6 @@ async def test_losses_are_freed_by_reference_counting(executor: aiopar.DeviceExe
         assert await survivors(alive) == []
 
 
-def one_worker() -> aiopar.DeviceExecutor:
-    return aiopar.get_executor().on(worker=0)
-
-
 class FailingBackward:
     """Its backward fails in a hook, while the rest of the graph waits in autograd's queue."""
 
@@ -310,14 +306,6 @@ class FailingBackward:
         with torch.device("cpu"):
             self.run()
 
-    @torch.inference_mode()
-    def wait_for_another(self) -> None:
-        aiopar.wait(one_worker().submit(self.run_in_normal_mode))
-
-    @torch.inference_mode(False)
-    def run_in_normal_mode(self) -> None:
-        self.run_in_grad_mode()
-
     def generate(self) -> Iterator[int]:
         with torch.no_grad():
             yield 1
@@ -333,7 +321,6 @@ FAILED: dict[str, Callable[[FailingBackward], Coroutine[Any, Any, object]]] = {
     "a whole step": lambda failing: aiopar.run_sync(failing.run),
     "wrapped": lambda failing: aiopar.run_sync(failing.wrapped),
     "state left behind": lambda failing: aiopar.run_sync(failing.leave_state),
-    "helped": lambda failing: one_worker().run_sync(failing.wait_for_another),
     "iterate": FailingBackward.iterate,
 }
 

@@ -247,27 +247,6 @@ def test_submit_all_has_typed_futures() -> None:
 # Workers that share a queue: no call is lost, and no call waits while a worker is idle.
 
 
-def test_a_call_for_one_worker_does_not_delay_a_shared_call() -> None:
-    with aiopar.DeviceExecutor(["cpu"] * 2) as executor, Gate() as first, Gate() as gate:
-        handed_in: concurrent.futures.Future[list[aiopar.Future[Any]]] = concurrent.futures.Future()
-
-        def hand_in(_: object) -> None:
-            # Runs in the worker's thread, which is registered as idle by now. It finds the hint,
-            # and behind it the call for this worker.
-            shared = executor.submit(abs, -1)
-            handed_in.set_result([shared, executor.on(worker=0).submit(gate)])
-
-        future = executor.on(worker=0).submit(first)
-        first.wait_entered()
-        future.add_done_callback(hand_in)
-        first.open()
-        shared, pinned = handed_in.result(30)
-        gate.wait_entered()
-        assert shared.result(30) == 1
-        gate.open()
-        pinned.result(30)
-
-
 @pytest.mark.parametrize("workers", [2, 3])
 def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(
     make_workers: MakeWorkers, workers: int

@@ -88,44 +88,31 @@ class TestFork:
 
 class TestDevice:
     @pytest.mark.parametrize(
-        ("fn", "args", "kwargs"),
+        "call",
         [
-            pytest.param(Where(device="meta"), (), {}, id="module"),
-            pytest.param(Where(device="meta"), (torch.ones(1),), {}, id="module before tensor"),
-            pytest.param(Where(device="meta").method, (), {}, id="method"),
-            pytest.param(
-                where, (torch.ones(1, device="meta"), torch.ones(1)), {}, id="first tensor"
-            ),
-            pytest.param(where, (1, [{"a": (torch.ones(1, device="meta"),)}]), {}, id="nested"),
-            pytest.param(where, (), {"x": torch.ones(1, device="meta")}, id="keyword"),
-            pytest.param(where, (Where(device="meta"),), {}, id="module as argument"),
-            pytest.param(functools.partial(where, Where(device="meta")), (), {}, id="partial"),
-            pytest.param(functools.partial(Where(device="meta")), (), {}, id="partial of a module"),
+            lambda: aiopar.fork(Where(device="meta")),
+            lambda: aiopar.fork(Where(device="meta"), torch.ones(1)),
+            lambda: aiopar.fork(Where(device="meta").method),
+            lambda: aiopar.fork(where, torch.ones(1, device="meta"), torch.ones(1)),
+            lambda: aiopar.fork(where, 1, [{"a": (torch.ones(1, device="meta"),)}]),
+            lambda: aiopar.fork(where, x=torch.ones(1, device="meta")),
+            lambda: aiopar.fork(where, Where(device="meta")),
+            lambda: aiopar.fork(where, nn.BatchNorm1d(1, affine=False, device="meta")),
+            lambda: aiopar.fork(functools.partial(where, Where(device="meta"))),
+            lambda: aiopar.fork(functools.partial(Where(device="meta"))),
+            lambda: aiopar.get_executor().on("meta").submit(lambda: aiopar.fork(where).wait()),
         ],
     )
-    def test_is_that_of_the_first_module_or_tensor(
-        self,
-        mixed: aiopar.DeviceExecutor,
-        fn: Callable[..., str],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+    def test_is_that_of_the_first_module_or_tensor_or_of_the_calling_worker(
+        self, mixed: aiopar.DeviceExecutor, call: Callable[[], aiopar.Future[str]]
     ) -> None:
-        assert aiopar.wait(aiopar.fork(fn, *args, **kwargs)) == "meta"
-
-    def test_of_a_buffer_of_a_module_without_parameters(self, mixed: aiopar.DeviceExecutor) -> None:
-        module = nn.Identity()
-        module.register_buffer("buffer", torch.ones(1, device="meta"))
-        assert aiopar.wait(aiopar.fork(where, module)) == "meta"
+        assert aiopar.wait(call()) == "meta"
 
     def test_of_an_argument_that_contains_itself(self, executor: aiopar.DeviceExecutor) -> None:
         known: list[Any] = [1, 2]
         known.append(known)
         assert aiopar.wait(aiopar.fork(len, known)) == 3
         assert aiopar.wait(aiopar.fork(known.index, 2)) == 1
-
-    def test_of_the_calling_worker(self, mixed: aiopar.DeviceExecutor) -> None:
-        call = mixed.on("meta").submit(lambda: aiopar.fork(where).wait())
-        assert call.result() == "meta"
 
     def test_cpu_by_default(self, mixed: aiopar.DeviceExecutor) -> None:
         assert aiopar.wait(aiopar.fork(where)) == "cpu"
@@ -171,21 +158,18 @@ class TestNesting:
             aiopar.wait(aiopar.fork(chain, 100))
 
 
+async def sum_of_two() -> int:
+    return await aiopar.run_sync(abs, -1) + await aiopar.fork(abs, -2)
+
+
 class TestWait:
     @pytest.mark.parametrize(
         ("make", "expected"),
         [
-            pytest.param(lambda: aiopar.run_sync(pow, 2, 3), 8, id="run_sync"),
-            pytest.param(
-                lambda: aiopar.parallel_apply([abs], [-1], devices=["cpu"]),
-                [1],
-                id="parallel_apply",
-            ),
-            pytest.param(
-                lambda: aiopar.DataParallel(nn.Identity(), ["cpu"])(torch.tensor(7)),
-                torch.tensor(7),
-                id="DataParallel",
-            ),
+            (lambda: aiopar.run_sync(pow, 2, 3), 8),
+            (lambda: aiopar.parallel_apply([abs], [-1], devices=["cpu"]), [1]),
+            (lambda: aiopar.DataParallel(nn.Identity(), ["cpu"])(torch.tensor(7)), 7),
+            (sum_of_two, 3),
         ],
     )
     @pytest.mark.parametrize("in_worker", [False, True])
@@ -201,12 +185,6 @@ class TestWait:
 
         assert (executor.submit(outer).result() if in_worker else outer()) == expected
 
-    def test_a_coroutine_that_awaits_aiopar(self, executor: aiopar.DeviceExecutor) -> None:
-        async def both() -> int:
-            return await aiopar.run_sync(abs, -1) + await aiopar.fork(abs, -2)
-
-        assert executor.submit(lambda: aiopar.wait(both())).result() == 3
-
     def test_a_coroutine_that_needs_an_event_loop(self, executor: aiopar.DeviceExecutor) -> None:
         left = []
 
@@ -220,11 +198,7 @@ class TestWait:
             executor.submit(lambda: aiopar.wait(foreign())).result()
         assert left
 
-    @pytest.mark.parametrize(
-        "given",
-        [3, None, abs, torch.futures.Future()],
-        ids=["int", "none", "function", "torch future"],
-    )
+    @pytest.mark.parametrize("given", [3, None, abs, torch.futures.Future()], ids=str)
     def test_bad_arguments_of_wait(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"expected an aiopar\.Future or a coroutine"):
             aiopar.wait(given)

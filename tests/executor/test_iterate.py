@@ -107,36 +107,26 @@ async def test_state_that_the_generator_enters_stays_inside(
 
 
 @pytest.mark.anyio
-async def test_the_generator_has_the_state_of_the_caller_of_iterate() -> None:
-    def generate() -> Iterator[tuple[bool, bool, int]]:
-        while True:
-            yield torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), VARIABLE.get()
+async def test_a_generator_has_the_state_of_the_caller_and_may_change_it() -> None:
+    def state() -> tuple[bool, bool, int, int]:
+        modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+        return *modes, torch._C._len_torch_function_stack(), VARIABLE.get()
+
+    def generate() -> Iterator[tuple[bool, bool, int, int]]:
+        with torch.autocast("cpu", enabled=False):
+            for _ in range(3):
+                yield state()
+        yield state()
 
     async with aiopar.DeviceExecutor(["cpu"]) as executor:
         token = VARIABLE.set(7)
-        with torch.no_grad():
-            stream = executor.iterate(generate, buffer=0)
-        VARIABLE.reset(token)
-        async with stream:
-            for _ in range(2):
-                assert await anext(stream) == (False, False, 7)
-            with torch.autocast("cpu"), torch.device("meta"):
-                read = stream.__anext__()
-                assert await read == (False, False, 7)
-
-
-@pytest.mark.anyio
-async def test_caller_state_that_the_generator_changes_stays_changed() -> None:
-    def generate() -> Iterator[tuple[bool, int]]:
-        with torch.autocast("cpu", enabled=False):
-            for _ in range(3):
-                yield torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
-        yield torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
-
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with torch.autocast("cpu"), torch.device("meta"):
+        with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
             stream = executor.iterate(generate)
-        assert [state async for state in stream] == [(False, 1)] * 3 + [(True, 1)]
+        VARIABLE.reset(token)
+        with torch.inference_mode():
+            first = await anext(stream)
+        states = [first, *[state async for state in stream]]
+    assert states == [(False, False, 1, 7)] * 3 + [(False, True, 1, 7)]
 
 
 def failing(error: BaseException) -> Iterator[int]:

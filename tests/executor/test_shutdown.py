@@ -98,14 +98,23 @@ async def test_no_thread_is_left(cancel_futures: bool | None) -> None:
         assert cancel_futures or [call.value() for call in calls] == [""] * 3
 
 
-def test_cancel_futures_cancels_queued_calls(held: Held) -> None:
+@pytest.mark.anyio
+async def test_cancel_futures_cancels_queued_calls(held: Held) -> None:
     executor, gate = held
     queued = [view.submit(str) for view in (executor, executor.on(worker=0)) * 2]
-    executor.shutdown(wait=False)
-    executor.shutdown(wait=False, cancel_futures=True)
+    async with anyio.create_task_group() as tasks:
+
+        async def wait() -> None:
+            with pytest.raises(concurrent.futures.CancelledError):
+                await executor.run_sync(str)
+
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        executor.shutdown(wait=False)
+        executor.shutdown(wait=False, cancel_futures=True)
     assert all(future.cancelled() for future in queued)
     gate.open()
-    executor.shutdown()
+    await executor.aclose()
     assert executor.stats().workers[0].completed == 1
 
 
@@ -127,20 +136,6 @@ async def test_an_exception_in_async_with_cancels_queued_calls() -> None:
         await leave()
     assert queued.cancelled()
     assert running.value() == "running"
-
-
-@pytest.mark.anyio
-async def test_an_awaited_call_that_shutdown_cancels_raises(held: Held) -> None:
-    executor, _ = held
-    async with anyio.create_task_group() as tasks:
-
-        async def wait() -> None:
-            with pytest.raises(concurrent.futures.CancelledError):
-                await executor.run_sync(str)
-
-        tasks.start_soon(wait)
-        await anyio.wait_all_tasks_blocked()
-        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def test_shutdown_from_many_threads_at_once() -> None:

@@ -4,7 +4,6 @@ import logging
 import queue
 import threading
 from collections.abc import Iterator
-from concurrent.futures import CancelledError
 from functools import partial
 
 import anyio
@@ -114,21 +113,6 @@ class TestNoMoreThreads:
             assert [w.running + w.queued for w in executor.stats().workers] == [0, 0]
             executor.submit_all([str, str])[1].result(10)
         assert ran in ([], [0]), "the first call may have run before the second was refused"
-
-    def test_a_gang_that_waited_for_room_is_cancelled(self) -> None:
-        with aiopar.DeviceExecutor(["cpu"] * 2, max_pending=1) as executor, Gate() as gate:
-            one = executor.on(worker=0)
-            held = one.submit(gate)
-            gate.wait_entered()
-            queued = one.submit(str)
-            members = executor.submit_all([str, str])
-            with no_more_threads():
-                gate.open()
-                held.result(10)
-                queued.result(10)
-                with pytest.raises(CancelledError):
-                    members[1].result(10)
-            assert executor.submit_all([str, str])[1].result(10) == ""
 
     @pytest.mark.parametrize("in_loop", [False, True])
     def test_a_call_that_blocks_gets_an_error(self, in_loop: bool) -> None:
