@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+from functools import partial
 from typing import Any
 
 import anyio
@@ -36,7 +37,8 @@ async def test_a_cancelled_await_drops_a_queued_call(
         await gate.entered()
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_run, executor, AtHome(ran.append), 1, abandon)
+                run = partial(executor.run_sync, abandon_on_cancel=abandon)
+                tasks.start_soon(run, AtHome(ran.append), 1)
                 await anyio.wait_all_tasks_blocked()
                 assert executor.stats().workers[0].queued == 1
                 scope.cancel()
@@ -44,10 +46,6 @@ async def test_a_cancelled_await_drops_a_queued_call(
         assert executor.stats().workers[0].queued == 0
     await executor.submit(str)
     assert ran == []
-
-
-async def _run(executor: aiopar.DeviceExecutor, fn: Any, argument: Any, abandon: bool) -> None:
-    await executor.run_sync(fn, argument, abandon_on_cancel=abandon)
 
 
 @pytest.mark.anyio
@@ -79,7 +77,7 @@ async def test_an_abandoned_call_keeps_its_worker_busy(
     with Gate() as gate:
         with anyio.CancelScope() as scope:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_run, executor, AtHome(gate), 1, True)
+                tasks.start_soon(partial(executor.run_sync, abandon_on_cancel=True), AtHome(gate))
                 await gate.entered()
                 scope.cancel()
         assert gate.held == 1

@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -27,21 +28,15 @@ def fresh_default() -> Iterator[aiopar.DeviceExecutor]:
 
 def test_the_default_is_one_for_all_threads(fresh_default: aiopar.DeviceExecutor) -> None:
     fresh_default.shutdown()
-    found: list[aiopar.DeviceExecutor] = []
     barrier = threading.Barrier(8)
 
-    def find() -> None:
+    def find(_: int) -> aiopar.DeviceExecutor:
         barrier.wait()
-        found.append(aiopar.get_executor())
+        return aiopar.get_executor()
 
-    threads = [threading.Thread(target=find) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 8
-    assert len(set(found)) == 1
-    assert found[0] is not fresh_default, "it was shut down"
+    with ThreadPoolExecutor(8) as threads:
+        [found] = set(threads.map(find, range(8)))
+    assert found is not fresh_default, "it was shut down"
 
 
 @pytest.mark.anyio

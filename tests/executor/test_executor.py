@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pickle
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, assert_type
 
 import numpy as np
@@ -24,10 +24,6 @@ from tests.workers import MakeWorkers, Workers, worker_device
 
 async def _coroutine_function() -> None:
     raise AssertionError("never called")
-
-
-async def _async_generator() -> AsyncIterator[int]:
-    yield 1
 
 
 class _AsyncCallable:
@@ -262,21 +258,15 @@ def test_a_shared_call_does_not_wait_behind_a_call_for_one_worker(
 
 
 def test_threads_that_submit_at_once_lose_no_call(make_workers: MakeWorkers) -> None:
+    def hand_in(start: int) -> list[int]:
+        futures = [executor.submit(abs, -n) for n in range(start, start + 300)]
+        pinned = [executor.on(worker=n % 3).submit(abs, -n) for n in range(30)]
+        return [future.result(60) for future in (*pinned, *futures)]
+
     with make_workers(3) as executor:
-        results: list[list[int]] = []
-
-        def hand_in(start: int) -> None:
-            futures = [executor.submit(abs, -n) for n in range(start, start + 300)]
-            pinned = [executor.on(worker=n % 3).submit(abs, -n) for n in range(30)]
-            results.append([future.result(60) for future in futures])
-            assert [future.result(60) for future in pinned] == list(range(30))
-
-        threads = [threading.Thread(target=hand_in, args=(start,)) for start in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(results) == [list(range(start, start + 300)) for start in range(8)]
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            results = list(threads.map(hand_in, range(8)))
+        assert results == [[*range(30), *range(start, start + 300)] for start in range(8)]
         assert sum(worker.completed for worker in executor.stats().workers) == 8 * 330
 
 

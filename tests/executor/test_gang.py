@@ -94,16 +94,10 @@ async def errors_of(futures: Futures) -> list[BaseException | None]:
     return [future.exception() for future in futures]
 
 
-async def gathered(futures: Futures) -> list[Any]:
-    return await asyncio.gather(*futures)
-
-
-async def all_waited(futures: Futures) -> list[Any]:
-    return await asyncio.to_thread(aiopar.wait_all, futures)
-
-
 @pytest.mark.asyncio
-@pytest.mark.parametrize("wait", [gathered, all_waited])
+@pytest.mark.parametrize(
+    "wait", [lambda fs: asyncio.gather(*fs), lambda fs: asyncio.to_thread(aiopar.wait_all, fs)]
+)
 @pytest.mark.parametrize("failing", [0, 1])
 async def test_waiters_for_all_get_the_error_and_no_cancellation(
     executor: aiopar.DeviceExecutor, failing: int, wait: Callable[[Futures], Awaitable[list[Any]]]

@@ -4,6 +4,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import anyio
@@ -86,19 +87,15 @@ def test_many_loops_after_each_other(workers: Workers, runner: str) -> None:
 
 
 def test_many_loops_at_once(workers: Workers) -> None:
-    seen: list[int] = []
-
-    async def main(n: int) -> None:
+    async def main(n: int) -> int:
         futures = [workers.submit(pow, n, 2) for _ in range(50)]
-        seen.append(sum(await asyncio.gather(*futures)))
+        total = sum(await asyncio.gather(*futures))
         assert [f async for f in aiopar.as_completed(futures)] != []
+        return total
 
-    threads = [threading.Thread(target=lambda n=n: asyncio.run(main(n))) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen) == [50 * n * n for n in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        seen = list(threads.map(lambda n: asyncio.run(main(n)), range(8)))
+    assert seen == [50 * n * n for n in range(8)]
 
 
 @pytest.mark.parametrize("module", ["asyncio", "uvloop"])
@@ -123,17 +120,9 @@ def test_a_loop_closed_with_work_in_flight(workers: Workers, module: str) -> Non
         gate.open()
         assert (running.result(), queued.result()) == (1, 2)
         assert not any(task.done() for task in tasks)
-        assert asyncio.run(_call(executor)) == 4
+        assert asyncio.run(executor.run_sync(abs, -4)) == 4
         for task in tasks:
             task._log_destroy_pending = False  # on purpose
-
-
-async def _call(executor: aiopar.DeviceExecutor) -> int:
-    return await executor.run_sync(abs, -4)
-
-
-async def _read(future: Future[int]) -> None:
-    await future
 
 
 @pytest.mark.parametrize("runner", _runners)

@@ -24,7 +24,7 @@ def broken(error: type[BaseException]) -> Any:
 
 
 class Recorder(aiopar.ExecutorObserver):
-    """Records every event, and calls `at` in each."""
+    """Records every event, and its thread."""
 
     def __init__(self) -> None:
         self.events: list[tuple[str, aiopar.CallInfo, Any]] = []

@@ -6,7 +6,7 @@ import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeAlias
 
@@ -141,12 +141,10 @@ async def test_an_exception_in_async_with_cancels_queued_calls() -> None:
 def test_shutdown_from_many_threads_at_once() -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * 2)
     queued = [executor.submit(pow, 2, n) for n in range(100)]
-    threads = [threading.Thread(target=executor.shutdown) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [future.result() for future in queued] == [2**n for n in range(100)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for _ in range(8):
+            threads.submit(executor.shutdown)
+    assert [future.value() for future in queued] == [2**n for n in range(100)]
 
 
 @pytest.mark.anyio
@@ -220,35 +218,27 @@ def _four() -> int:
     return 4
 
 
-def _nested(verb: str, executor: aiopar.DeviceExecutor) -> int:
-    """Return 8, computed by two calls that this one submits."""
-    if verb == "fork":
-        return sum(aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]))
-    if verb == "submit":
-        return sum(aiopar.wait_all([executor.submit(_four) for _ in range(2)]))
-    if verb == "submit_all":
-        return sum(aiopar.wait_all(executor.submit_all([_four, _four])))
-    if verb == "run_sync":
-        return sum(aiopar.wait(aiopar.run_sync(_four)) for _ in range(2))
-    return sum(aiopar.wait(aiopar.parallel_apply([_four, _four], [(), ()])))
-
-
-@pytest.mark.parametrize("verb", ["fork", "submit", "submit_all", "run_sync", "parallel_apply"])
-def test_a_running_call_may_submit_others(verb: str) -> None:
+@pytest.mark.parametrize(
+    "nested",
+    [
+        lambda _: aiopar.wait_all([aiopar.fork(_four) for _ in range(2)]),
+        lambda executor: aiopar.wait_all([executor.submit(_four) for _ in range(2)]),
+        lambda executor: aiopar.wait_all(executor.submit_all([_four] * 2)),
+        lambda _: [aiopar.wait(aiopar.run_sync(_four)) for _ in range(2)],
+        lambda _: aiopar.wait(aiopar.parallel_apply([_four] * 2, [()] * 2)),
+    ],
+    ids=["fork", "submit", "submit_all", "run_sync", "parallel_apply"],
+)
+def test_a_running_call_may_submit_others(nested: Callable[[object], list[int]]) -> None:
     executor = aiopar.DeviceExecutor(["cpu"] * 3)
     with Gate() as gate, aiopar.use_executor(executor):
-
-        def call() -> int:
-            gate()
-            return _nested(verb, executor)
-
-        called = executor.submit(call)
+        called = executor.submit(lambda: (gate(), nested(executor)))
         gate.wait_entered()
         executor.shutdown(wait=False)
         with pytest.raises(aiopar.ExecutorShutdown):
             executor.submit(str)
         gate.open()
-        assert called.result(30) == 8
+        assert called.result(30) == (None, [4, 4])
     executor.shutdown()
     assert sum(worker.completed for worker in executor.stats().workers) == 3
 

@@ -24,9 +24,28 @@ def side() -> torch.Stream:
     return torch.Stream(device="sim:0")
 
 
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+async def double_async(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+async def batched(fn: Any, x: torch.Tensor) -> torch.Tensor:
+    async with aiopar.DeviceExecutor(["cpu"]) as executor:
+        with aiopar.use_executor(executor):
+            async with aiopar.serve.Batcher(fn) as batcher:
+                result: torch.Tensor = await batcher(x)
+    assert simdevice.recorded_streams(x) == {0}, "the worker's"
+    return result
+
+
 CALLS: dict[str, Callable[[torch.Tensor], Coroutine[Any, Any, torch.Tensor]]] = {
-    "run_sync": lambda x: aiopar.run_sync(x.cpu, device="cpu"),
-    "gather": lambda x: aiopar.gather([x], "cpu"),
+    "run_sync": lambda x: aiopar.run_sync((x + x).cpu, device="cpu"),
+    "gather": lambda x: aiopar.gather([x + x], "cpu"),
+    "batch": functools.partial(batched, double),
+    "batch of a coroutine": functools.partial(batched, double_async),
 }
 
 
@@ -39,30 +58,7 @@ async def test_a_call_waits_for_kernels_of_its_caller(name: str, side: torch.Str
         simdevice.sleep(0.05, "sim:0")
         x += 7
         result = await CALLS[name](x)
-    assert result.tolist() == [7, 7]
-
-
-def double(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-async def double_async(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-
-@pytest.mark.parametrize("fn", [double, double_async])
-@pytest.mark.anyio
-async def test_a_batch_waits_for_kernels_of_all_its_callers(fn: Any, side: torch.Stream) -> None:
-    async with aiopar.DeviceExecutor(["cpu"]) as executor:
-        with aiopar.use_executor(executor):
-            async with aiopar.serve.Batcher(fn) as batcher:
-                with side:
-                    x = torch.zeros(2, device="sim:0")
-                    simdevice.sleep(0.05, "sim:0")
-                    x += 7
-                    result = await batcher(x)
-                    assert result.tolist() == [14, 14]
-    assert simdevice.recorded_streams(x) == {0}, "the worker's"
+        assert result.tolist() == [14, 14]
 
 
 def test_a_call_that_reads_on_the_host_waits_for_kernels(side: torch.Stream) -> None:
