@@ -235,7 +235,7 @@ def check_callable(fn: object, *, generators: bool = False) -> None:
     function = function_of(fn)
     if not callable(function):
         raise _not_callable(fn)
-    # `inspect` is slow, and this is called for each call.
+    # Each call comes here, and `inspect` is slow.
     code = getattr(function, "__code__", None)
     refused = _ASYNCHRONOUS if generators else _ASYNCHRONOUS | inspect.CO_GENERATOR
     marked = getattr(function, _RETURNS_COROUTINE, False)

@@ -68,13 +68,13 @@ def describe_accelerator(device: torch.device) -> tuple[str | None, int | None]:
 def accelerators_in_use() -> tuple[torch.device, ...]:
     """Every accelerator, if this process may have launched work on accelerators; else none.
 
-    Before that nothing needs ordering. A look at the streams would claim memory on the device, and
-    would raise in a forked child, which cannot use the devices.
+    Before such work nothing needs ordering. A look at the streams would claim memory on the device,
+    and would raise in a forked child, which cannot use the devices.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return ()
-    # Before `_devices_of`, which asks CUDA's driver: after that no forked child can use CUDA.
+    # Before `_devices_of`, which asks CUDA's driver: from then on no forked child can use CUDA.
     in_use = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return _devices_of(accelerator) if in_use is None or in_use() else ()
 
@@ -141,8 +141,8 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
     """
     if not is_accelerator(device):
         return None
-    # The accelerator is in use from now on, and not from the first tensor: `capture_streams` must
-    # see the callers' streams.
+    # From now on the accelerator counts as in use, even before the first tensor: `capture_streams`
+    # must see the callers' streams.
     initialize = getattr(torch.get_device_module(device), "init", None)
     if initialize is not None:
         initialize()

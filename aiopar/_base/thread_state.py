@@ -39,7 +39,7 @@ _async_library: contextvars.ContextVar[str | None] | None = None
 with suppress(ImportError):  # anyio does without it
     from sniffio import current_async_library_cvar as _async_library
 
-# Thread-local: `torch.set_default_device` keeps the mode there that it has pushed.
+# Thread-local: here `torch.set_default_device` stores the mode that it has pushed.
 _default_device: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 _AUTOCAST_TYPES: tuple[str, ...] = tuple(_C._autocast_supported_devices())

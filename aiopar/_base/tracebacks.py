@@ -53,7 +53,7 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 def own_traceback(error: E) -> E:
-    """Remove the frame that caught `error` from its traceback, which keeps the locals alive."""
+    """Drop from the traceback the frame that caught `error`: a frame keeps its locals alive."""
     caught = error.__traceback__
     return error.with_traceback(None if caught is None else caught.tb_next)
 

@@ -62,7 +62,7 @@ _FEW_IN_ALL = 4000
 _LEAF_BASES = (Tensor, type, nn.Module)
 _DICTS = (dict, UserDict)
 _EDITABLE = (list, *_DICTS)
-# Iterables without tensors that can be joined by position.
+# Iterables whose items are no tensors, or cannot be joined by position.
 _NOT_SEARCHED = (str, bytes, bytearray, memoryview, Mapping, Set)
 
 

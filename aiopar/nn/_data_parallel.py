@@ -240,7 +240,7 @@ class DataParallel(nn.Module, Generic[Out_co]):
     async def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if len(self.device_ids) == 1:
             return await self._forward_on_one_device(inputs, kwargs)
-        outputs = await self._outputs(inputs, kwargs)  # which frees replicas and pieces
+        outputs = await self._outputs(inputs, kwargs)  # and free replicas and pieces
         return await self._step("gather", outputs, self.output_device)
 
     async def _outputs(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -268,8 +268,8 @@ class DataParallel(nn.Module, Generic[Out_co]):
         """Call a method that may be overridden by a plain or a coroutine function."""
         method: Callable[..., Any] = getattr(self, name)
         if self._overrides(name) and not is_async(method):
-            # On a worker, because it may copy, launch and wait. In a tuple, because it may return
-            # the coroutine of the inherited method, which no call may return.
+            # A worker runs the override, which may copy, launch and wait. In a tuple, because an
+            # override may return the inherited method's coroutine, which no call may return.
             (result,) = await self._on_source(lambda: (method(*args, **kwargs),))
         else:
             result = method(*args, **kwargs)
@@ -384,7 +384,7 @@ def data_parallel(
     wrapper = DataParallel(module, devices, output_device, dim, output_dims=output_dims)
     if not isinstance(inputs, tuple):
         inputs = () if inputs is None else (inputs,)
-    # `forward`: global hooks must not see this wrapper.
+    # Not `wrapper(...)`: global hooks must not see this wrapper.
     call: Coroutine[Any, Any, Any] = wrapper.forward(*inputs, **named)
     return shown_as(call, "data_parallel")
 

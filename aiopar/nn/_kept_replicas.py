@@ -74,7 +74,7 @@ class KeptReplicas(Generic[M]):
 
     def refresh(self) -> None:
         """Drop all copies: the next call makes new ones. Never blocks."""
-        self._stepped = True  # if another thread copies now, or a destructor interrupts a copy
+        self._stepped = True  # for a copy that another thread makes now, or a destructor interrupts
         if self._lock.acquire(blocking=False):
             try:
                 self._forget_copies()
@@ -83,7 +83,7 @@ class KeptReplicas(Generic[M]):
 
     def note_step(self, stepped: set[int]) -> None:
         """Note an optimizer step on the parameters with the ids `stepped`."""
-        # Without the lock, which a thread may hold for long while it copies.
+        # This takes no lock: a thread may hold the lock for long while it copies.
         if not stepped.isdisjoint(self._parameters.copied_ids):
             self._stepped = True
 
@@ -123,7 +123,7 @@ class KeptReplicas(Generic[M]):
         check_placement(tree.parameters, self._devices[0])
         check_placement(tree.buffers, self._devices[0])
         _register_step_hook()
-        # Before weights are read: a step that ends later sets the flag again.
+        # Unset before weights are read: a step that ends later sets the flag again.
         self._stepped = False
         self._tensor_maps = []  # from here on only running calls hold the old copies
         with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +134,7 @@ class KeptReplicas(Generic[M]):
         self._copy_buffers(tree)
 
     def _copy_buffers(self, tree: ModuleTree[M]) -> None:
-        self._buffers_written = False  # before they are read, as in `_copy_all`
+        self._buffers_written = False  # before buffers are read, as in `_copy_all`
         check_placement(tree.buffers, self._devices[0])
         with torch.inference_mode(False), torch.no_grad():
             self._buffers.renew([buffer for buffer in tree.buffers if buffer.dim() > 1])
@@ -230,7 +230,7 @@ class _TensorCopies:
     def mark_current(self) -> None:
         """Wait until the copies are complete, and watch them for changes from now on."""
         for made in self.maps:
-            # Later calls use them on other streams without waiting.
+            # Later calls use the copies on other streams without waiting.
             synchronize(made.values())
             self._watch(list(made.values()))
         self._devices = list(map(_device, self._originals))

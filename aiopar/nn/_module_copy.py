@@ -156,8 +156,8 @@ def _parameter_copies(parameters: list[Tensor], device: torch.device, detach: bo
         if detach:
             copies[id(old)] = like(old, old.detach().to(device))
         elif is_accelerator(old.device):
-            # Replicas backpropagate on several streams. Through a view, which is made on this
-            # stream, the original gets its gradients on one; else torch warns.
+            # Replicas backpropagate on several streams. Through a view, made on this stream, the
+            # original gets its gradients on this stream; else torch warns.
             copies[id(old)] = like(old, old.view_as(old).to(device))
         elif old.device != device:
             copies[id(old)] = like(old, old.to(device))
@@ -246,7 +246,7 @@ def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
     """Raise as `replicate` for the first of `modules`, all in `root`, that cannot be replicated."""
-    # The import is slow; before it no OptimizedModule can exist.
+    # The import is slow. Until someone imports it, no OptimizedModule can exist.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     for module in modules:
         if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
@@ -336,7 +336,7 @@ def _contents(modules: Iterable[nn.Module]) -> _Contents:
     found = _Contents([], [], [], [])
     children, parameters, buffers, ends = found
     for module in modules:
-        # By attribute, not from `__dict__`: a `ScriptModule` has them elsewhere.
+        # Not from `__dict__`: a `ScriptModule` keeps its parts elsewhere.
         children += module._modules.values()
         parameters += module._parameters.values()
         buffers += module._buffers.values()
@@ -409,8 +409,8 @@ def _isolate(fields: dict[str, Any], tensors: TensorMap) -> None:
     for name in _OTHER_CONTAINERS:
         fields[name] = fields[name].copy()
     get = tensors.get
-    # `register_parameter` refuses a non-leaf; as plain attributes (as in torch) `parameters()`
-    # would not find them.
+    # `register_parameter` refuses a non-leaf. `parameters()` would not find plain attributes, which
+    # torch's replicas have.
     parameters = {name: get(id(old), old) for name, old in fields["_parameters"].items()}
     fields["_parameters"] = fields["_former_parameters"] = parameters
     fields["_buffers"] = {name: get(id(old), old) for name, old in fields["_buffers"].items()}

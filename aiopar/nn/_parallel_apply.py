@@ -145,7 +145,7 @@ class _ParallelCall:
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
-        # Only the calls hold modules and arguments now, and each drops them when it ends.
+        # Only the calls hold modules and arguments now; a call drops its own when it ends.
         self._modules, self._args, self._kwargs = [], [], []
         if members:
             self._dispatcher.submit_gang(members, self._groups)

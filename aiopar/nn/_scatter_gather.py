@@ -531,7 +531,7 @@ def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loo
             continue
         parts = batch_children(node)
         if parts is not None and (len(parts[1]) or isinstance(path, str)):
-            continue  # its values are the inputs; there may be none at all
+            continue  # the values of a root are the inputs; a root may be empty
         if on_loop and is_other_iterable(node):
             return  # the worker searches it for tensors
         raise ValueError(

@@ -358,7 +358,7 @@ class _ApplyNorm(Function):
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps = eps
         if weight is not None and weight.dtype == x.dtype:
-            # If all is bfloat16: the kernels need parameters of the dtype of the moments.
+            # If all tensors are bfloat16: the kernels need parameters of the dtype of the moments.
             weight = weight.to(mean.dtype)
             bias = None if bias is None else bias.to(mean.dtype)
         return torch.native_batch_norm(x, weight, bias, mean, var, False, 0.0, eps)[0]
@@ -375,7 +375,7 @@ class _ApplyNorm(Function):
             weight_grad = (grad * (x - _along(mean, x))).sum(dims) * inverse
             bias_grad = grad.sum(dims, dtype=mean.dtype)
         else:
-            # As in evaluation, because mean and variance are given.
+            # The kernel for evaluation, because mean and variance are given.
             x_grad, weight_grad, bias_grad = torch.ops.aten.native_batch_norm_backward(
                 grad, x, weight, mean, var, mean, inverse, False, ctx.eps,
                 [ctx.needs_input_grad[0], True, True],

@@ -169,8 +169,8 @@ class Parallel(AsyncOnly):
         self._numbers = count()
         # A unit holds room from `put` to `get`.
         self._room = Semaphore(math.inf if max_pending is None else max_pending)
-        # Re-entrant: the garbage collector may run meanwhile, and close a coroutine that waits in
-        # `get`, or drop a unit.
+        # Re-entrant: the garbage collector may run while the lock is held, and close a coroutine
+        # that waits in `get`, or drop a unit.
         self._lock = threading.RLock()
         # Units that were put and have not ended; then units that have ended and were not fetched.
         self._running: set[Future[Any]] = set()
@@ -245,7 +245,7 @@ class Parallel(AsyncOnly):
         self._start()
 
     def _start(self) -> None:
-        """Give the workers all units that may start; only one if it must run alone."""
+        """Give the workers all units that may start; while one must run alone, only that one."""
         while True:
             with self._lock:
                 if self._alone is not None or not self._waiting:

@@ -52,15 +52,6 @@ def test_round_trip(
 
 
 @settings(max_examples=40)
-@given(data=st.data(), sizes=st.lists(st.integers(0, 4), min_size=1, max_size=4))
-def test_round_trip_with_chunk_sizes(data: st.DataObject, sizes: list[int]) -> None:
-    tree = data.draw(split_trees(batches(batch=sum(sizes), dim=0)))
-    pieces = scatter(tree, ["cpu"] * len(sizes), chunk_sizes=sizes)
-    assert len(pieces) == len(sizes)
-    assert equal(gather(pieces, "cpu", output_dims=dims_of(tree, 0)), tree)
-
-
-@settings(max_examples=40)
 @given(data=st.data(), batch=st.integers(1, 5))
 def test_round_trip_of_arguments(data: st.DataObject, batch: int) -> None:
     tree = split_trees(batches(batch=batch, dim=0))

@@ -325,18 +325,6 @@ class TestMaxPending:
 
 
 class TestCancelledGet:
-    @pytest.mark.anyio
-    async def test_loses_no_unit(self) -> None:
-        with Gate() as gate:
-            async with aiopar.Parallel(1, units(gate)) as parallel:
-                await parallel.put("kept")
-                async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(parallel.get)
-                    await anyio.wait_all_tasks_blocked()
-                    tasks.cancel_scope.cancel()
-                gate.open()
-                assert await parallel.get() == "kept"
-
     @pytest.mark.may_block("holds the loop until the result is on its way to the task")
     @pytest.mark.anyio
     @pytest.mark.parametrize("others", [0, 1])
