@@ -74,12 +74,9 @@ class _Termination:
     def handling(self) -> Iterator[None]:
         """Handle SIGTERM before the server does, if this is the main thread."""
         handler = signal.getsignal(signal.SIGTERM)
+        in_main_thread = threading.current_thread() is threading.main_thread()
         # None: the handler was set by C code, so Python can neither call nor restore it.
-        if (
-            threading.current_thread() is not threading.main_thread()
-            or handler is None
-            or handler == signal.SIG_IGN
-        ):
+        if not in_main_thread or handler in (None, signal.SIG_IGN):
             yield
             return
         self._server_handler = handler  # type: ignore[assignment]  # an int is a signal.Handlers
@@ -306,8 +303,8 @@ async def add_resources(app: Starlette, *resources: Resource) -> None:
 async def remove_resources(app: Starlette, *resources: Resource) -> None:
     """Drain and close resources while an application serves; its health routes forget them.
 
-    A batcher is closed before its pool, and a pool before its executor. Resources of `lifespan` may
-    be removed too; the next start of the application opens them again.
+    The order is that of `lifespan`, whose resources may be removed too: the next start of the
+    application opens them again.
 
     You may also `aclose()` a resource yourself. If it came by `add_resources` and its attribute
     `closed` is true (that of a `Batcher`, `ReplicaPool` or executor), the health routes forget it.

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
@@ -114,7 +115,7 @@ class RayExecutor(HostExecutor):
         max_pending = check_bound("max_pending", max_pending)
         num_threads = check_bound("num_threads", num_threads)
         _check_words(address, name)
-        actors = _Actors(address, options, name, num_threads)
+        actors = _Actors(address, options, name, num_threads or 0)
         device = torch.device("cuda", 0) if num_gpus else torch.device("cpu")
         super().__init__(
             [device] * (num_actors * in_flight),
@@ -251,26 +252,26 @@ class _RaySlot(HostSlot):
 _numbers = itertools.count()  # of calls
 
 
+@dataclass(eq=False)
 class _RayHost:
     """A worker's connection to an actor. See `Host`."""
 
-    def __init__(self, link: ActorLink, slot: _RaySlot, ready: Future[None]) -> None:
-        self.link = link
-        self._slot = slot
-        self._ready = ready
-        self._call = -1  # the number of the latest call
+    link: ActorLink
+    slot: _RaySlot
+    ready: Future[None]
+    number: int = -1  # of the latest call
 
     @property
     def info(self) -> HostInfo | None:
         return self.link.info
 
     def open(self) -> None:
-        self.link.open(self._ready, self._slot.give_up)
+        self.link.open(self.ready, self.slot.give_up)
 
     def call(self, task: Task) -> tuple[bool, Any]:
         link = self.link
         try:
-            task = task._replace(threads=self._slot.actors.threads)
+            task = task._replace(threads=self.slot.actors.threads)
             pickled, kept = encode(
                 tuple(task), RayEncoder, fn=task.fn, args=task.args, kwargs=task.kwargs
             )
@@ -280,42 +281,36 @@ class _RayHost:
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
-        self._call = next(_numbers)
-        reply = link.call(self._call, message)
+        self.number = next(_numbers)
+        reply = link.call(self.number, message)
         return outcome(partial(from_message, reply), link.name)
 
     def kill_call(self) -> None:
         # The actor decides: it may run another call, also that of another program.
-        self.link.end_call(self._call)
+        self.link.end_call(self.number)
 
     def close(self) -> None:
-        self._slot.actors.release(self.link, self._slot)
+        self.slot.actors.release(self.link, self.slot)
 
     def kill(self) -> None:
         # If only the worker is stopped, other processes go on with the actor. Else the actor has
         # lost its device, or a second Ctrl-C ends its call.
-        stopped = self._slot.closing
+        stopped = self.slot.closing
         self.link.lose("was stopped" if stopped else "was killed", dead=not stopped)
 
 
+@dataclass(eq=False)
 class _Actors:
     """The actors of one executor."""
 
-    def __init__(
-        self,
-        address: str | None,
-        options: Mapping[str, Any],
-        name: str | None,
-        num_threads: int | None,
-    ) -> None:
-        self.threads = num_threads or 0
-        self._address = address
-        self._options = options
-        self._name = name
-        self._lock = threading.Lock()
-        self._workers = 0
-        self.links: dict[int, ActorLink] = {}
-        self._session: Session | None = None
+    address: str | None
+    options: Mapping[str, Any]
+    name: str | None
+    threads: int
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _workers: int = 0
+    links: dict[int, ActorLink] = field(default_factory=dict)
+    _session: Session | None = None
 
     def enter(self) -> None:
         """Note a new worker."""
@@ -335,12 +330,12 @@ class _Actors:
         with self._lock:
             session = self._session
             if session is None or session.failed:
-                session = self._session = enter_session(self._address)
+                session = self._session = enter_session(self.address)
             link = self.links.get(slot.number)
             if link is None or link.is_lost:
-                make, shared = partial(self._make, slot), self._name is not None
+                make, shared = partial(self._make, slot), self.name is not None
                 link = ActorLink(
-                    slot.worker.label, self._options, make, session.suspect, shared=shared
+                    slot.worker.label, self.options, make, session.suspect, shared=shared
                 )
                 self.links[slot.number] = link
                 session.watch(link)
@@ -348,15 +343,15 @@ class _Actors:
         return _RayHost(link, slot, session.ready)
 
     def _make(self, slot: _RaySlot) -> Any:
-        options = dict(self._options)
-        if self._name is not None:
+        options = dict(self.options)
+        if self.name is not None:
             options |= {
-                "name": f"{self._name}:{slot.number}",
+                "name": f"{self.name}:{slot.number}",
                 "namespace": NAMESPACE,
                 "get_if_exists": True,
                 "lifetime": "detached",
             }
-        lease = None if self._name is None else LEASE
+        lease = None if self.name is None else LEASE
         return actor_class().options(**options).remote(slot.worker.device, slot.seed, lease)
 
     def release(self, link: ActorLink, slot: _RaySlot) -> None:
