@@ -287,6 +287,17 @@ async def test_errors_that_only_end_threads_reach_the_callers(error: type[BaseEx
         assert await batcher(2) == 2
 
 
+@pytest.mark.parametrize("unbatch_fn", [None, list])
+async def test_outputs_that_do_not_match_the_batch(unbatch_fn: Any) -> None:
+    async def fn(batch: list[int]) -> list[int]:
+        return batch[1:]
+
+    async with Batcher(fn, **full(3), unbatch_fn=unbatch_fn) as batcher:
+        for error in await outcomes_of(batcher, range(3)):
+            with pytest.raises(aiopar.OutputMismatch, match=r"returned 2 outputs .* of 3 items"):
+                raise error
+
+
 # Functions that do not look asynchronous.
 
 
