@@ -196,6 +196,8 @@ def test_a_view_on_an_executor_is_accepted() -> None:
         assert epochs(loader) == [[[0, 1], [2, 3], [4]]]
         first, second = executor.stats().workers
         assert first.completed == 0 < second.completed
+        loader = AsyncDataLoader(range(5), 2, executor=executor)
+        assert epochs(loader, 2) == [[[0, 1], [2, 3], [4]]] * 2, "it stays open"
 
 
 def test_an_executor_of_processes_is_refused() -> None:
