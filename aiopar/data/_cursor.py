@@ -177,7 +177,7 @@ class StateLoader:
             self._load()
 
     def after_iter(self, iterator: Any) -> None:
-        """Load the state if the owner does not have it; called once, with `iter(owner)`."""
+        """Load the state if the owner lacks the state; called once, with `iter(owner)`."""
         if self._state is None:
             return
         # The first `iter` after a load continues. A second load would let the next epoch continue,
@@ -357,14 +357,6 @@ class Cursor:
             return self
         return Cursor.begin(source, generators, None if self.source is None else self)
 
-    def check_shuffles(self, count: int) -> None:
-        """Raise ValueError unless the cursor is of a pipeline with `count` shuffles."""
-        if not len(self.seeds) == len(self.generators) == count:
-            raise ValueError(
-                f"the state has {len(self.seeds)} seeds of {len(self.generators)} generators, this "
-                f"pipeline has {count} shuffles"
-            )
-
     # The batches of a loader.
 
     def deliver(self, request: FetchRequest) -> None:
@@ -373,8 +365,8 @@ class Cursor:
         self.ahead.add(request.number)
         if request.state is not None:
             self._states[request.number] = request.without_content()
-        # Stop at a batch that was delivered before the save and not drawn again yet: the sampler's
-        # state after it is not known.
+        # Stop at a batch that was delivered before the save and not drawn again yet, because the
+        # sampler's state after that batch is not known.
         while self.delivered in self.ahead and self.delivered not in self._undrawn:
             self.ahead.remove(self.delivered)
             passed = self._states.pop(self.delivered, None)
@@ -384,7 +376,7 @@ class Cursor:
             self.at_end = False
 
     def was_delivered(self, request: FetchRequest) -> bool:
-        """Whether the batch was delivered before the state was saved; if so, record it."""
+        """Whether the batch was delivered before the state was saved; records such a batch."""
         if request.number not in self._undrawn:
             return False
         self.deliver(request)

@@ -48,7 +48,7 @@ class LoaderStats:
 
 
 class Epoch:
-    """One iteration of a loader: its counts and failures, and how it is closed.
+    """One iteration of a loader: the counts, the failures, and the close.
 
     The consumer has a `LoaderStream`, which is collected if a loop is left early. Threads may still
     read samples then, and the loader keeps this object to wait for them. The workers of `executor`
@@ -91,7 +91,7 @@ class Epoch:
             raise StopAsyncIteration
         try:
             while True:
-                # The loaded batch gets no name: an error's traceback would keep it alive.
+                # No name for the loaded batch: an error's traceback would keep that batch alive.
                 batch = self._deliver(stream, await anext(stream))
                 if batch is not NO_BATCH:
                     return batch

@@ -245,7 +245,7 @@ class AsyncFetch(_Fetching):
 
         async def fetch(place: int) -> None:
             try:
-                # The task of the fetch runs under the caller's state; this task is another one.
+                # Else this task, of a task group, would not have the caller's state.
                 samples[place] = await self._collate.caller.drive(self._fetch, indices[place])
             except (Exception, asyncio.CancelledError) as error:
                 if isinstance(error, Exception):
@@ -253,7 +253,7 @@ class AsyncFetch(_Fetching):
                 elif anyio.current_effective_deadline() == -math.inf:
                     raise  # the whole fetch was cancelled
                 else:
-                    # If this task raised it, the task would end silently without a sample.
+                    # A stand-in: raised here, a cancellation would end the task without a sample.
                     what = "the task of a sample was cancelled from outside"
                     failed[place] = stand_in(what, error)
                 if len(failed) > self._collate.max_failures:

@@ -517,7 +517,7 @@ class _Settings:
                     f"can share itself out among processes; got {type(dataset).__name__}"
                 )
             options |= {name: getattr(self, name) for name in _PROCESS_OPTIONS}
-        # After torch's own checks: its message on an excluded argument is the better one.
+        # After torch's own checks, whose message on an excluded argument is the better one.
         loader: DataLoader[Any]
         if self.processes:
             loader = ProcessLoader(dataset, **options)

@@ -151,7 +151,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
 
 
 class _OnDevices:
-    """Calls a module or function on the worker with the fewest batches; tasks await it."""
+    """Calls a module or function on the worker with the fewest batches; tasks await the calls."""
 
     def __init__(self, fn: Callable[..., Any], devices: Iterable[Device] | None) -> None:
         executor = get_executor()

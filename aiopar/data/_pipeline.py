@@ -399,7 +399,12 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         self._check_in_order()
         position = Cursor.from_state_dict(state)
-        position.check_shuffles(len(self._generators))
+        seeds, saved, own = len(position.seeds), len(position.generators), len(self._generators)
+        if not seeds == saved == own:
+            raise ValueError(
+                f"the state has {seeds} seeds of {saved} generators, "
+                f"this pipeline has {own} shuffles"
+            )
         if position.source is not None and not is_stateful(self._source):
             kind = type(self._source).__name__
             raise ValueError(f"the state includes a source's state, which a {kind} cannot load")

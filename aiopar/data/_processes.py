@@ -32,12 +32,12 @@ from ._steps import StopFlag
 # or a process has died; torch looks every 5 s.
 _LOOK_INTERVAL = 0.2
 
-# Processes that still fetch so many seconds after they were told to end are terminated.
+# A process that still fetches so many seconds after it was told to end is terminated.
 _GRACE = 0.5
 
 
 class WorkerProcesses(_MultiProcessingDataLoaderIter):
-    """torch's iterator; it ends worker processes only in the process that started them.
+    """torch's iterator, which ends worker processes only in the process that started them.
 
     A forked process, such as a worker process of another loader, has a copy of the iterator. When
     that copy is freed, torch would stop the parent's worker processes, and wait for a lock that the
@@ -273,7 +273,7 @@ class ProcessBatches(Iterator[Loaded]):
         return self._batches
 
     def iterate(self, sampler: Any) -> Iterator[Any]:
-        """Iterate the sampler of the indices; torch may call this twice per epoch."""
+        """Iterate the sampler of the indices; torch may iterate it twice per epoch."""
         self._restore()
         # Now, not at the first index: some samplers draw in `iter`.
         return self._indices(iter(() if self._nothing_remains else sampler))
@@ -306,7 +306,7 @@ class ProcessBatches(Iterator[Loaded]):
                 self._requested.append(request)
                 yield request.content
         except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
-            # Raised here, it would make torch lose the requested batches.
+            # An error raised here would make torch lose the requested batches.
             self._sampler_error = own_traceback(error)
 
     def _raise_sampler_error(self) -> None:

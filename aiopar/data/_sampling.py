@@ -103,7 +103,7 @@ def kind_of(dataset: object, *, batched: bool) -> DatasetKind:
 
 
 def getitems_of(dataset: Any) -> Any:
-    """The `__getitems__` of `dataset`, which fetches a whole batch; None: it has none."""
+    """The `__getitems__` of `dataset`, which fetches a whole batch, or None."""
     subset = isinstance(dataset, Subset)
     if subset and fetches_async(dataset, batched=False) and getitems_of(dataset.dataset) is None:
         return None  # `Subset.__getitems__` would return a list of coroutines
@@ -117,7 +117,7 @@ def fetches_async(dataset: Any, *, batched: bool) -> bool:
         # The methods of `Subset` are plain, and return the coroutines of the inner dataset.
         dataset = dataset.dataset
     if isinstance(dataset, ConcatDataset):
-        # It fetches one sample at a time, even if its parts have `__getitems__`.
+        # A `ConcatDataset` fetches one sample at a time, even if its parts have `__getitems__`.
         return all(fetches_async(part, batched=False) for part in dataset.datasets)
     getitem = (batched and getitems_of(dataset)) or getattr(dataset, "__getitem__", None)
     return inspect.iscoroutinefunction(getitem)
@@ -282,7 +282,7 @@ class Sampling:
 
     @contextmanager
     def beginning(self) -> Iterator[Cursor]:
-        """Begin an epoch; if it is resumed, the block draws the same numbers as before."""
+        """Begin an epoch; the block of a resumed epoch draws the same numbers as before."""
         if self._loaded is None:
             self._cursor = cursor = self._new_cursor()
             self._at_end = False
@@ -356,7 +356,7 @@ class Sampling:
         return state
 
     def skipped_of(self, cursor: Cursor, iterator: Any) -> int:
-        """How many batches of `iterator` must be skipped, after its own state was loaded."""
+        """How many batches of `iterator` must be skipped; loads the iterator's own state."""
         self._iterator = None
         if self.stateful is not None:
             return 0
@@ -429,7 +429,7 @@ class Sampling:
         return equal_states(first, here) and self._load_initial(cursor.initial, empty)
 
     def _load_initial(self, initial: Any, empty: bool) -> bool:
-        """Load the state from before the first `iter`; False: it cannot, and may be `empty`."""
+        """Load the state from before the first `iter`; False: the state cannot be loaded."""
         try:
             self.stateful.load_state_dict(copy.deepcopy(initial))
         except Exception as error:

@@ -46,7 +46,7 @@ Slot: TypeAlias = list[Any]
 
 
 class _Idle:
-    """Counts the pumps for which there is no room in the buffer, and how long they have waited."""
+    """Counts the pumps that wait for room in the buffer, and their waiting times."""
 
     def __init__(self) -> None:
         self.pumps = 0
@@ -59,7 +59,7 @@ class _Idle:
 
     @property
     def seconds(self) -> float:
-        """How long they have waited up to now, summed over the pumps."""
+        """The waiting time up to now, summed over the pumps."""
         return self._seconds + self.pumps * perf_counter()
 
 
@@ -138,7 +138,7 @@ class Stage:
         outcome = self._take()
         if outcome is PENDING:
             with self._lock:
-                # Again: a `leave` that came meanwhile has not told the reader, who did not wait.
+                # Again: `leave` does not tell a reader that does not wait yet.
                 outcome = self._take()
                 if outcome is PENDING:
                     if self._state is _ENDED and not self._slots:
@@ -164,7 +164,7 @@ class Stage:
         """Let no pump claim another item; from any thread, any number of times."""
         with self._lock:
             self._state = _CLOSED
-        self.listener = _do_nothing  # it refers to this stage: a reference cycle
+        self.listener = _do_nothing  # the old one refers to this stage: a reference cycle
         self._drop_outcomes()
 
     # The pumps' side.
@@ -459,7 +459,7 @@ class AsyncSource(Stage):
         """Wait until there is room for an item; False: the stage is closed."""
         if len(self._slots) >= self.step.bound:
             self._room = room = running_future()
-            # Again: a worker may have pulled an item before it could see the future.
+            # Again: a worker that pulled before this line has not seen the future.
             if len(self._slots) >= self.step.bound:
                 with self._lock:
                     self._idle.add(1)

@@ -53,7 +53,7 @@ class FailedItem:
 @final
 @dataclass(slots=True, eq=False)
 class Failure:
-    """Takes the place of an item that failed; every later stage passes it on."""
+    """Takes the place of an item that failed; every later stage passes the failure on."""
 
     error: BaseException | None
     """None after `take`."""
@@ -73,7 +73,7 @@ def failure(error: BaseException, stage: str, position: int, *, fatal: bool = Fa
     """The `Failure` for an error that was caught in the calling frame."""
     error = own_traceback(error)
     if isinstance(error, StopAsyncIteration):
-        # If `__anext__` raised it, the reader's loop would end silently.
+        # A StopAsyncIteration from `__anext__` would end the reader's loop silently.
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
     add_note_once(error, f"in stage {stage!r} of the stream, item ", str(position))
@@ -131,7 +131,7 @@ class InlineStep:
 
     wrap: Callable[[Iterator[Any]], Iterator[Any]]
     blocks: bool = True
-    """Whether it runs user code: then only workers advance it, never the event loop."""
+    """Whether the step runs user code: then workers advance it, never the event loop."""
 
 
 Step: TypeAlias = MapStep | InlineStep

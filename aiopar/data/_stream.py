@@ -147,7 +147,7 @@ class Flow:
             self._items, self._blocks = stepped(self._source, "source"), True
         for step in steps:
             if isinstance(step, InlineStep):
-                # Each item checks `stop`, because the step may read many before it yields one.
+                # Each item checks `stop`, because a step may read many items before it yields one.
                 self._items = step.wrap(until_stopped(self._items, self._stop))
                 self._blocks = self._blocks or step.blocks
             else:
@@ -258,7 +258,7 @@ class Flow:
 
     @property
     def _ending(self) -> list[Stage]:
-        """The stages that end when the flow is closed: the tasks of a closed loop do not."""
+        """The stages that end when the flow is closed; tasks of a closed loop do not end."""
         runs = self._tasks.loop_runs
         return [stage for stage in self.stages if runs or isinstance(stage, WorkerStage)]
 
@@ -347,7 +347,7 @@ class Stream(AsyncOnly, Generic[T]):
         self._max_failures = max_failures
         self._timeout = timeout
         self._in_threads = in_threads
-        self._timed_out = False  # the last read: a thread may be in a function that never returns
+        self._timed_out = False  # the last read; a thread may be stuck in a function
         self.name = name
         self._failures: list[FailedItem] = []
         self._position = position or Cursor()
