@@ -45,19 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run slow tests and all event loops too")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(("asyncio", {}), id="asyncio"),
-        pytest.param(("asyncio", {"debug": True}), id="asyncio-debug", marks=pytest.mark.slow),
-        pytest.param(
-            ("asyncio", {"use_uvloop": True}),
-            id="uvloop",
-            marks=[pytest.mark.slow, _NEEDS_UVLOOP],
-        ),
-        pytest.param(("trio", {}), id="trio"),
-    ],
-)
+_LOOPS = [
+    pytest.param(("asyncio", {}), id="asyncio"),
+    pytest.param(("trio", {}), id="trio"),
+]
+_OTHER_LOOPS = [
+    pytest.param(("asyncio", {"debug": True}), id="asyncio-debug"),
+    pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop", marks=_NEEDS_UVLOOP),
+]
+
+
+@pytest.fixture(scope="module")
 def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
     """Run the test on each of the event loops that aiopar supports."""
     backend: tuple[str, dict[str, Any]] = request.param
@@ -79,7 +77,11 @@ def devices(request: pytest.FixtureRequest) -> tuple[torch.device, ...]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the tests that take `workers` on each kind of worker; on Ray where `ON_RAY` says so."""
+    """Run tests on each event loop, and on each kind of worker; on Ray where `ON_RAY` says so."""
+    chosen = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if "anyio_backend" in metafunc.fixturenames and "anyio_backend" not in chosen:
+        loops = [*_LOOPS, *_OTHER_LOOPS] if metafunc.config.getoption("--all") else _LOOPS
+        metafunc.parametrize("anyio_backend", loops, indirect=True, scope="module")
     if "make_workers" in metafunc.fixturenames:
         kinds = [*KINDS, RAY] if getattr(metafunc.module, "ON_RAY", False) else KINDS
         metafunc.parametrize("make_workers", kinds, indirect=True, scope="module")
