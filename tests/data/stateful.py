@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 from torch.utils.data import IterableDataset, Sampler
 
@@ -102,14 +103,6 @@ class Lines(IterableDataset[int]):
         self.position = state["position"]
 
 
-class AsyncLines(Lines):
-    __iter__ = None  # type: ignore[assignment]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for line in Lines.__iter__(self):
-            yield line
-
-
 class PositionedLines(Lines):
     """Like `Lines`, but stays at its end until the next `iter`."""
 
@@ -133,14 +126,6 @@ class LateLines(PositionedLines):
     def __init__(self) -> None:
         super().__init__()
         del self.position
-
-
-class AsyncPositionedLines(PositionedLines):
-    __iter__ = None  # type: ignore[assignment]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for line in PositionedLines.__iter__(self):
-            yield line
 
 
 class Days(IterableDataset[int]):
@@ -239,14 +224,6 @@ class BeginsWhenAsked(PositionedLines):
         self._next = state["position"]
 
 
-class AsyncKeeping(Keeping):
-    __iter__ = None  # type: ignore[assignment]
-
-    async def __aiter__(self) -> AsyncIterator[int]:
-        for line in Keeping.__iter__(self):
-            yield line
-
-
 class KeepingSampler(Keeping):
     def __len__(self) -> int:
         return N
@@ -311,3 +288,16 @@ class CountedByItsLoader(IterableDataset[int]):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         raise AssertionError(state)
+
+
+def _later(lines: type) -> Any:
+    """The class of the same items, asynchronously."""
+
+    async def later(self: Any) -> AsyncIterator[int]:
+        for line in lines.__iter__(self):  # type: ignore[attr-defined]
+            yield line
+
+    return type(f"Async{lines.__name__}", (lines,), {"__iter__": None, "__aiter__": later})
+
+
+AsyncLines, AsyncPositionedLines, AsyncKeeping = map(_later, (Lines, PositionedLines, Keeping))

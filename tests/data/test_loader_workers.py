@@ -133,9 +133,7 @@ async def test_worker_init_fn_comes_before_anything_is_read(
 @pytest.mark.sim
 @pytest.mark.anyio
 @pytest.mark.parametrize("devices", [["sim:0", "cpu", "cpu"], ["sim:0"]], ids=["mixed", "sim"])
-async def test_only_the_cpu_workers_of_an_executor_load(
-    devices: list[str],
-) -> None:
+async def test_only_the_cpu_workers_of_an_executor_load(devices: list[str]) -> None:
     names: set[str] = set()
     taken = 0
 

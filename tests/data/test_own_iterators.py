@@ -7,13 +7,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from aiopar.data import AsyncDataLoader, Pipeline
-from tests.data.iterators import (
-    AsyncStateful,
-    Expecting,
-    Restarting,
-    RestartingDataset,
-    Stateful,
-)
+from tests.data.iterators import AsyncStateful, Expecting, Restarting, RestartingDataset, Stateful
 from tests.data.loaders import values
 
 DATA: Any = [10, 11, 12]

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
@@ -93,11 +93,7 @@ def _children() -> list[psutil.Process]:
 def test_batches_are_those_of_torchs_processes(name: str, persistent: bool) -> None:
     options = SAMPLERS[name]
     expected = _torchs(
-        range(N),
-        1,
-        2,
-        persistent_workers=persistent,
-        **options(torch.Generator().manual_seed(3)),
+        range(N), 1, 2, persistent_workers=persistent, **options(torch.Generator().manual_seed(3))
     )
     torch.manual_seed(1)
     loader = AsyncDataLoader(
@@ -505,26 +501,25 @@ async def _resumes(loader: AsyncDataLoader[Any]) -> bool:
     return resumed == rest
 
 
-@pytest.mark.asyncio
-async def test_a_later_state_resumes_after_a_close() -> None:
-    loader = _persistent()
-    await read(loader)
-    await loader.aclose()
-    assert await _resumes(loader)
+def _holds_in_a_child(ask: Callable[[], bool]) -> bool:
+    if (pid := os.fork()) == 0:
+        holds = False
+        try:
+            holds = ask()
+        finally:
+            os._exit(0 if holds else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-def test_a_later_state_resumes_in_a_child() -> None:
+@pytest.mark.parametrize("where", ["after a close", "in a child"])
+def test_a_later_state_resumes(where: str) -> None:
     loader = _persistent()
     asyncio.run(read(loader))
-    if (pid := os.fork()) == 0:
-        same = False
-        try:
-            same = asyncio.run(_resumes(loader))
-        finally:
-            os._exit(0 if same else 1)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    if where == "in a child":
+        assert _holds_in_a_child(lambda: asyncio.run(_resumes(loader)))
     asyncio.run(loader.aclose())
+    assert asyncio.run(_resumes(loader))
 
 
 @pytest.mark.asyncio
@@ -543,20 +538,14 @@ async def test_all_processes_start_anew_if_one_has_died_between_two_epochs() -> 
 # A process is forked while worker processes load.
 
 
-def _two(persistent: bool) -> AsyncDataLoader[Any]:
-    return AsyncDataLoader(
-        range(N), 2, num_workers=2, worker_type="process", persistent_workers=persistent
-    )
-
-
-def _exit_code(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_child_that_frees_its_copy_ends_no_process(persistent: bool) -> None:
-    loaders = [_two(persistent)]
+    loaders = [
+        AsyncDataLoader(
+            range(N), 2, num_workers=2, worker_type="process", persistent_workers=persistent
+        )
+    ]
     expected = [[n, n + 1][: N - n] for n in range(0, N, 2)]
 
     async def main() -> None:
@@ -564,13 +553,15 @@ def test_a_child_that_frees_its_copy_ends_no_process(persistent: bool) -> None:
         streams = [stream]
         seen = [values(await anext(stream))]
         del stream
-        if (pid := os.fork()) == 0:
+
+        def free() -> bool:
             # As in a worker process of another loader, which collects its garbage.
             streams.clear()
             loaders.clear()
             gc.collect()
-            os._exit(0)
-        assert _exit_code(pid) == 0
+            return True
+
+        assert _holds_in_a_child(free)
         seen.extend([values(batch) async for batch in streams.pop()])
         assert seen == expected
         assert await read(loaders[0]) == expected
@@ -592,11 +583,5 @@ def test_a_child_has_persistent_workers_of_its_own(worker_type: Any) -> None:
         return batches
 
     expected = asyncio.run(read(loader))
-    if (pid := os.fork()) == 0:
-        same = False
-        try:
-            same = asyncio.run(in_process()) == expected
-        finally:
-            os._exit(0 if same else 1)
-    assert _exit_code(pid) == 0
+    assert _holds_in_a_child(lambda: asyncio.run(in_process()) == expected)
     assert asyncio.run(in_process()) == expected
