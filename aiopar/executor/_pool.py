@@ -194,11 +194,10 @@ class WorkerPool:
             self._take_back_if_closed(call)
 
     def _queue(self, call: Call[Any], workers: Sequence[Worker]) -> None:
-        common = self._common_queue  # read once: the pool may grow meanwhile
         chosen: Worker | CallQueue
         if len(workers) == 1:
             chosen = workers[0]
-        elif common is not None:
+        elif (common := self._common_queue) is not None:  # read once: the pool may grow meanwhile
             chosen = common  # the first worker that is free takes the call
         else:
             worker = least_loaded(workers)

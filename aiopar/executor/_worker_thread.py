@@ -512,7 +512,7 @@ class _WorkerThread(threading.Thread):
             # Before a caller can see the result: then this worker counts as free.
             self.call = None
             if self.state is _ThreadState.AWAKE and not (
-                worker.queues[-1].calls or worker.queues[0].calls
+                worker.queues[0].calls or worker.queues[-1].calls
             ):
                 self._become_idle()
         if not ends_later:
