@@ -222,8 +222,12 @@ async def test_a_read_that_times_out_names_the_stage_and_loses_no_item(executor:
             r"item 0 did not come within 0.01 s; stage 'map\(AtHome\)' runs 1 items and has 0 "
             "ready; a function that runs in a thread cannot be interrupted, and goes on"
         )
-        with gate, pytest.raises(TimeoutError, match=message):
-            await anext(stream)
+        with gate:
+            with pytest.raises(TimeoutError):  # perhaps before the stage has begun
+                await anext(stream)
+            await gate.entered()
+            with pytest.raises(TimeoutError, match=message):
+                await anext(stream)
         while len(got) < 3:
             with contextlib.suppress(TimeoutError):
                 got.append(await anext(stream))
