@@ -286,9 +286,6 @@ def test_a_call_for_which_no_thread_starts_is_no_load() -> None:
         assert executor.submit(worker_device).result() == "cpu"
 
 
-# Views, and gangs on their workers.
-
-
 @pytest.mark.anyio
 async def test_closing_a_view_closes_nothing(make_workers: MakeWorkers) -> None:
     async with make_workers(2) as executor:
