@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .._base.devices import (
     CallerStream,
+    all_accelerators,
     capture_streams,
     is_accelerator,
     order_after,
@@ -136,5 +137,4 @@ def _can_be_staged(tensor: Tensor) -> bool:
 
 
 def can_pin() -> bool:
-    accelerator = torch.accelerator.current_accelerator()
-    return accelerator is not None and is_accelerator(accelerator)
+    return bool(all_accelerators())
