@@ -23,19 +23,13 @@ from .serve._batcher import Batcher
 from .serve._settings import BatcherSettings
 from .serve._stats import percentiles
 
-RUNS = 3
-"""How many runs each point has, after one to warm up. Their medians count."""
-PAIRS = 5
-"""How many pairs of runs compare the settings that were found with the batcher's own."""
-REQUESTS = 100
-"""How many requests a run has at least, because p99 needs them. It may take four times as long."""
-ITEMS = 256
-"""How many items a function is asked for."""
-GAIN = 1.03
-"""The factor of the rate that a step of the search must gain."""
+RUNS = 3  # of each point, after one to warm up; their medians count
+PAIRS = 5  # of runs, to compare the settings that were found with the batcher's own
+REQUESTS = 100  # of a run at least, because p99 needs them; it may take four times as long
+ITEMS = 256  # how many items a function is asked for
+GAIN = 1.03  # the factor of the rate that a step of the search must gain
 LARGEST_BATCH = 1024
-SHORTEST_DELAY = 0.0005
-"""The search for a delay doubles it, up to a quarter of the goal."""
+SHORTEST_DELAY = 0.0005  # the search for a delay doubles it, up to a quarter of the goal
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +49,7 @@ class Point:
     """What some number of clients gets: medians of several runs, latencies in seconds."""
 
     clients: int
-    rate: float
-    """Requests per second of all clients together."""
+    rate: float  # requests per second of all clients together
     p50: float
     p99: float
 
@@ -92,10 +85,8 @@ class Curve:
 class Comparison:
     """The settings found against the batcher's own, each at its best point, in pairs of runs."""
 
-    gain: float
-    """The median ratio of the rates."""
-    p99: float
-    """The latency of the settings found."""
+    gain: float  # the median ratio of the rates
+    p99: float  # the latency of the settings found
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +94,9 @@ class Found:
     """What a search has found."""
 
     curves: Sequence[Curve]
-    own: Curve
-    """The curve of the batcher's own settings."""
+    own: Curve  # of the batcher's own settings
     best: Curve
-    comparison: Comparison | None
-    """None if `own` is the best, or misses the goal."""
+    comparison: Comparison | None  # None if `own` is the best, or misses the goal
 
 
 class Search:
@@ -171,9 +160,8 @@ class Search:
     async def _copy(self, settings: Settings, clients: int) -> AsyncIterator[Batcher[Any, Any]]:
         """Open a copy of the batcher that refuses nothing."""
         batcher = self._batcher
-        options = {
-            one.name: getattr(batcher._settings, one.name) for one in fields(BatcherSettings)
-        }
+        names = [field.name for field in fields(BatcherSettings)]
+        options = {name: getattr(batcher._settings, name) for name in names}
         bounds = {"max_pending": clients, "max_wait": None, "timeout": None}
         copy = Batcher(batcher._fn, **{**options, **bounds, **asdict(settings)}, name=batcher.name)
         copy._caller = batcher._caller
@@ -229,16 +217,13 @@ class Search:
             self._copy(best.settings, at.clients) as found,
             self._copy(own.settings, own_at.clients) as present,
         ):
-            await self._load(found, at.clients)
-            await self._load(present, own_at.clients)
+            order = [(present, own_at.clients), (found, at.clients)]
+            for one, clients in order:
+                await self._load(one, clients)
             ratios, tails = [], []
-            for pair in range(PAIRS):
-                # In turns, so that a drift of the machine favours neither.
-                order = [(found, at.clients), (present, own_at.clients)]
-                runs = {
-                    one: await self._load(one, clients)
-                    for one, clients in order[:: 1 - 2 * (pair % 2)]
-                }
+            for _ in range(PAIRS):
+                order.reverse()  # in turns, so that a drift of the machine favours neither
+                runs = {one: await self._load(one, clients) for one, clients in order}
                 ratios.append(runs[found][0] / runs[present][0])
                 tails.append(runs[found][2])
                 self._advanced()
@@ -358,10 +343,8 @@ _HEAD = (
 
 
 def _row(curve: Curve) -> str:
-    settings, best = curve.settings, curve.best
-    head = (
-        f"{settings.max_batch_size:14}{settings.concurrency:13}{settings.max_queue_delay:17.4g}    "
-    )
+    tried, best = curve.settings, curve.best
+    head = f"{tried.max_batch_size:14}{tried.concurrency:13}{tried.max_queue_delay:17.4g}    "
     if best is None:
         quickest = curve.quickest
         return f"{head}none: {quickest.clients} clients, p99 {_ms(quickest.p99)} ms"
@@ -417,20 +400,13 @@ def _draw(found: Found, path: Path) -> None:
     axes = figure.subplots()
     for curve in found.curves:
         rates = [point.rate for point in curve.points]
-        chosen = curve is found.best or curve is found.own
-        axes.plot(
-            rates,
-            [point.p99 * 1e3 for point in curve.points],
-            "-o",
-            markersize=4,
-            linewidth=2 if chosen else 1,
-            alpha=1 if chosen else 0.4,
-            label=f"{curve.settings}{' (present)' if curve is found.own else ''}",
-        )
+        tails = [point.p99 * 1e3 for point in curve.points]
+        width, alpha = (2, 1.0) if curve in (found.best, found.own) else (1, 0.4)
+        label = f"{curve.settings}{' (present)' if curve is found.own else ''}"
+        axes.plot(rates, tails, "-o", markersize=4, linewidth=width, alpha=alpha, label=label)
     axes.axhline(found.best.goal * 1e3, color="grey", linestyle="--", label="the goal")
-    axes.set(
-        xlabel="requests per second", ylabel="99th percentile of the latency, ms", yscale="log"
-    )
+    axes.set(xlabel="requests per second", ylabel="99th percentile of the latency, ms")
+    axes.set_yscale("log")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize=8)

@@ -79,23 +79,19 @@ def exec_data_parallel_replication_callback(modules: Iterable[nn.Module]) -> Non
         ctx._path = path
     for copy_id, named in enumerate(copies):
         for ctx, (path, module) in zip(contexts, named, strict=True):
-            if _defines_callback(module):
-                _call_back(module, ctx, copy_id, path)
+            if not _defines_callback(module):
+                continue
+            try:
+                getattr(module, CALLBACK)(ctx, copy_id)
+            except BaseException as error:
+                where = f"module {path!r}" if path else "the module"
+                where = f"{where} ({type(module).__name__}), copy {copy_id}"
+                add_note_once(error, f"in the replication callback of {where}")
+                raise
 
 
 def _defines_callback(module: nn.Module) -> bool:
     return hasattr(type(module), CALLBACK) or CALLBACK in module.__dict__
-
-
-def _call_back(module: nn.Module, ctx: CallbackContext, copy_id: int, path: str) -> None:
-    callback: Callable[[CallbackContext, int], object] = getattr(module, CALLBACK)
-    try:
-        callback(ctx, copy_id)
-    except BaseException as error:
-        where = f"module {path!r}" if path else "the module"
-        name = type(module).__name__
-        add_note_once(error, f"in the replication callback of {where} ({name}), copy {copy_id}")
-        raise
 
 
 def any_defines_callback(root: nn.Module) -> bool:

@@ -109,44 +109,42 @@ class _ParallelCall:
         kwargs_tup: Sequence[Mapping[str, Any] | None] | None,
         devices: Sequence[Device | None] | None,
     ) -> None:
-        self._modules = as_list("modules", modules, "modules or functions")
-        count = len(self._modules)
-        for module in self._modules:
+        callables = as_list("modules", modules, "modules or functions")
+        count = len(callables)
+        for module in callables:
             check_callable(module)
         _check_length("inputs", inputs, count)
         given = (inputs[index] for index in range(count))
-        self._args = [tuple(one) if isinstance(one, (list, tuple)) else (one,) for one in given]
+        args = [tuple(one) if isinstance(one, (list, tuple)) else (one,) for one in given]
         if kwargs_tup is None:
             kwargs_tup = [None] * count
         _check_length("kwargs_tup", kwargs_tup, count)
-        self._kwargs = [as_kwargs(f"kwargs_tup[{n}]", kwargs_tup[n]) for n in range(count)]
+        kwargs = [as_kwargs(f"kwargs_tup[{n}]", kwargs_tup[n]) for n in range(count)]
+        self._calls = [*zip(callables, args, kwargs, strict=True)]
         self._dispatcher = get_executor()._dispatcher
         self._groups = self._dispatcher.groups_on(self._parse_devices(devices))
         self._state = CallerState()
 
     def _parse_devices(self, given: Sequence[Device | None] | None) -> list[torch.device]:
-        count = len(self._modules)
         if given is None:
-            given = [None] * count
-        _check_length("devices", given, count)
+            given = [None] * len(self._calls)
+        _check_length("devices", given, len(self._calls))
         return [
             device_of(*args, *kwargs.values(), module) if device is None else parse_device(device)
-            for module, args, kwargs, device in zip(
-                self._modules, self._args, self._kwargs, given, strict=True
-            )
+            for (module, args, kwargs), device in zip(self._calls, given, strict=True)
         ]
 
     def start(self) -> tuple[Gang, list[Future[Any]]]:
         """Queue all calls, or none."""
         gang = Gang()
         members: list[GangCall[Any]] = []
-        for module, args, kwargs in zip(self._modules, self._args, self._kwargs, strict=True):
+        for module, args, kwargs in self._calls:
             member = GangCall(gang, module, args, self._state)
             if kwargs:
                 member.kwargs = kwargs
             members.append(member)
         # Only the calls hold modules and arguments now; a call drops its own when it ends.
-        self._modules, self._args, self._kwargs = [], [], []
+        self._calls = []
         if members:
             self._dispatcher.submit_gang(members, self._groups)
         return gang, [member.future for member in members]
@@ -161,18 +159,12 @@ class _ParallelCall:
         except BaseException as error:
             # After a cancellation: drop the calls that have not started, and release meetings.
             gang.abort()
-            _leave(futures)
+            list(map(Future.cancel, futures))  # no loop: this frame must not keep a future
             if not isinstance(error, GeneratorExit):  # a closed coroutine must not wait
                 await settle(futures)
             raise
         finally:
             del futures  # the error's traceback refers to this frame: no reference cycle
-
-
-def _leave(futures: Sequence[Future[Any]]) -> None:
-    # Not in `run`, whose frame must not keep a future.
-    for future in futures:
-        future.cancel()
 
 
 # For the warning that a coroutine was never awaited.
