@@ -71,8 +71,7 @@ class PortableState:
 
     def torch_state(self) -> "TorchState":
         """The whole state, for `applied` in the other process."""
-        device = self.default_device
-        modes = () if device is None else (DeviceContext(device),)
+        modes = () if self.default_device is None else (DeviceContext(self.default_device),)
         return TorchState(**_portable_fields(self), function_modes=modes)
 
 
@@ -95,11 +94,6 @@ class TorchState(PortableState):
     cache, which may hold casts from before an optimizer step."""
     autocast_nesting: int = 0
     """How many `autocast` blocks torch counts. After the last block torch drops the casts."""
-
-    @property
-    def portable(self) -> PortableState:
-        """The part that can be pickled."""
-        return PortableState(**_portable_fields(self))
 
 
 FRESH_STATE = TorchState()
@@ -189,16 +183,12 @@ def thread_torch_state() -> TorchState | None:
 
 
 def _works_on_other_threads(pack: Callable[[torch.Tensor], Any]) -> bool:
-    """Whether a hook gives right gradients if several threads save tensors.
-
-    The hook of `torch.utils.checkpoint` numbers the tensors in the order in which they are saved.
-    The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which its thread keeps.
-    """
+    """Whether a hook gives right gradients if several threads save tensors."""
     module, name = getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "")
-    return module != "torch.utils.checkpoint" and (module, name.split(".")[0]) != (
-        "torch.autograd.graph",
-        "_swap_with_cloned",
-    )
+    # The hook of `allow_mutation_on_saved_tensors` needs a dispatch mode, which its thread keeps.
+    if module == "torch.autograd.graph" and name.split(".")[0] == "_swap_with_cloned":
+        return False
+    return module != "torch.utils.checkpoint"  # its hook numbers tensors in the order of saves
 
 
 def _read(*, for_calls: bool = False) -> TorchState:
@@ -316,11 +306,10 @@ def _set(state: TorchState) -> None:
 
 
 class _InferenceMode(threading.local):
-    """Sets inference mode of this thread without a block.
+    """Sets inference mode of this thread without a block."""
 
-    torch has only guards, whose destructor restores the mode from before the guard. So the last
-    guard is kept, and left before the next guard is entered, when all other state is clear.
-    """
+    # The destructor of a guard restores the mode from before the guard. So the last guard is kept,
+    # and left before the next guard is entered, when all other state is clear.
 
     _guard: Any = None
 
@@ -350,8 +339,8 @@ def make_fresh() -> None:
         undo_leaks()
 
 
-# Classes, not generators: `contextlib` throws an error into a generator and then writes the error's
-# `__traceback__`, which fails if the error is a frozen dataclass.
+# Classes, not generators: `contextlib` writes the `__traceback__` of an error, which fails if the
+# error is a frozen dataclass.
 
 
 class applied:  # noqa: N801  # used like a function of `contextlib`
@@ -375,10 +364,7 @@ class applied:  # noqa: N801  # used like a function of `contextlib`
 
 
 class fresh:  # noqa: N801  # as `applied`
-    """Run the body of `with` under a new thread's state; then restore the thread's own state.
-
-    For a worker that waits inside its call's `inference_mode` block, and runs another call there.
-    """
+    """Run the body of `with` under a new thread's state; then restore the thread's own state."""
 
     __slots__ = ("_inference", "_state")
 
@@ -397,10 +383,7 @@ class fresh:  # noqa: N801  # as `applied`
 
 
 class SuspendedState:
-    """The torch state of a suspended generator; `with` runs one more step under it.
-
-    After the step, the state that the generator has left on the thread is moved into this object.
-    """
+    """The torch state of a suspended generator; `with` runs one more step under it."""
 
     def __init__(self, state: TorchState | None) -> None:
         self._state = state or FRESH_STATE
@@ -431,7 +414,7 @@ class SuspendedState:
 # accelerators, and forked children cannot use accelerators after that.
 
 _RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
-_MOST_CAUSES = 10
+_MOST_CAUSES = 10  # that are searched: a user's errors may be a cycle
 
 
 def free_failed_backwards(error: BaseException | None = None) -> None:
@@ -446,9 +429,9 @@ def free_failed_backwards(error: BaseException | None = None) -> None:
 
 
 def _failed_in_backward(error: BaseException | None) -> bool:
-    for _ in range(_MOST_CAUSES):  # a user's errors may be a cycle
+    for _ in range(_MOST_CAUSES):
         if error is None:
-            return False
+            break
         frames = traceback.walk_tb(error.__traceback__)
         if any(frame.f_code is _RUN_BACKWARD for frame, _ in frames):
             return True
@@ -460,13 +443,10 @@ def _failed_in_backward(error: BaseException | None) -> bool:
 
 
 def copy_context() -> contextvars.Context:
-    """Copy the caller's context variables, except the name of its async library.
-
-    With that name, `anyio.run` would refuse to run in a worker.
-    """
+    """Copy the caller's context variables, except the name of its async library."""
     context = contextvars.copy_context()
     if _async_library is not None and _async_library.get() is not None:
-        context.run(_async_library.set, None)
+        context.run(_async_library.set, None)  # else `anyio.run` would refuse to run in a worker
     return context
 
 
@@ -491,7 +471,7 @@ class CallerState:
     @property
     def portable(self) -> PortableState:
         """The part of torch's state that can be pickled: without function modes and hooks."""
-        return (self.torch_state or FRESH_STATE).portable
+        return PortableState(**_portable_fields(self.torch_state or FRESH_STATE))
 
     def with_context(self, context: contextvars.Context) -> "CallerState":
         """Return the same state with the context variables of `context`."""
@@ -524,16 +504,14 @@ class CallerState:
     async def drive(self, fn: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Await `fn(*args)`, each step under the captured state, in a context of its own.
 
-        So the calls that `fn` makes capture this state too. Between the steps the loop's thread has
-        its own state back, because many tasks take turns on that thread.
+        Between the steps the loop's thread has its own state back: other tasks take their turns.
         """
         try:
             result: T = await _steps(self, _awaited(fn, args))
             return result
         finally:
-            # Since CPython 3.12 the frames in an error's traceback refer to this frame, which must
-            # therefore not keep arguments: they may hold the error.
-            del fn, args
+            # Since CPython 3.12 the traceback of an error refers to this frame.
+            del fn, args  # they may hold the error
 
 
 async def _awaited(fn: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
@@ -566,9 +544,7 @@ def _steps(state: CallerState, coroutine: Coroutine[Any, Any, Any]) -> Generator
             except BaseException as error:  # noqa: BLE001  # every error is passed on
                 step, sent = coroutine.throw, error
     finally:
-        # The traceback of an error that was thrown in, or that the awaited future holds, refers to
-        # this frame.
-        del sent, awaited
+        del sent, awaited  # an error thrown in, or held by the awaited future, has this frame
 
 
 def _entered(state: CallerState) -> ExitStack:

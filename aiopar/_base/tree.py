@@ -111,11 +111,7 @@ def is_indexed(node: Any) -> bool:
 
 
 def moves_itself(node: Any) -> bool:
-    """Whether `node` is an object with a method `to(device)`, and no tensor or module.
-
-    A `to` whose parameter has another name may convert a unit or a time zone. It counts if the
-    object has tensors.
-    """
+    """Whether `node` is an object with a method `to(device)`, and no tensor or module."""
     kind = type(node)
     method = None if kind in _LEAVES else getattr(kind, "to", None)
     if not callable(method) or isinstance(node, (*_LEAF_BASES, PackedSequence)):
@@ -127,6 +123,7 @@ def moves_itself(node: Any) -> bool:
     if first.kind is inspect.Parameter.KEYWORD_ONLY:
         return False
     takes_device = first.name == "device" or first.kind is inspect.Parameter.VAR_POSITIONAL
+    # Without tensors, `to` may convert a unit or a time zone.
     return takes_device or any(isinstance(each, Tensor) for each in _attributes(node).values())
 
 
@@ -165,18 +162,15 @@ def _uncommon_children(node: Any) -> Parts | None:
         return range(len(node)), node, partial(_rebuild_list_like, node)
     if isinstance(node, _DICTS):
         return node.keys(), node.values(), partial(_rebuild_dict_like, node)
-    if is_cache(node):
-        attributes = dict(vars(node))
-        return attributes.keys(), attributes.values(), partial(_rebuild_cache, node, attributes)
-    return None
+    if not is_cache(node):
+        return None
+    attributes = dict(vars(node))
+    return attributes.keys(), attributes.values(), partial(_rebuild_cache, node, attributes)
 
 
 def is_cache(node: Any) -> bool:
-    """Whether `node` is a cache of transformers, or a layer of a cache.
-
-    Its attributes are state of the whole batch. Its iterator and its constructor, which torch's
-    `gather` uses, leave some of that state out.
-    """
+    """Whether `node` is a cache of transformers, or a layer of one: a container of attributes."""
+    # Its iterator and its constructor, which torch's `gather` uses, leave some state out.
     return hasattr(type(node), "reorder_cache") and not isinstance(node, _LEAF_BASES)
 
 
@@ -196,8 +190,7 @@ def is_other_iterable(node: Any) -> bool:
 def iterable_parts(node: Any) -> Parts | None:
     """Return the items of an iterable with tensors, no container, and how to rebuild it; else None.
 
-    It is rebuilt by `type(node)(items)`, as in torch's `gather`, but only if the result iterates
-    over the same items. So a graph that iterates over (name, value) pairs is a value.
+    It must iterate over the same items when it is rebuilt. A graph of (name, value) pairs does not.
     """
     if not is_other_iterable(node):
         return None
@@ -232,10 +225,9 @@ def map_tensors(fn: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def tensors(tree: Any, *, few: bool = False) -> Iterator[Tensor]:
-    """Yield the tensors of `tree`, which may be any object, depth first.
+    """Yield the tensors of `tree`, which may be any object and may contain itself, depth first.
 
-    An object that occurs twice is searched once, so that `tree` may contain itself. With `few` only
-    a few thousand items are searched: the loop's thread must not search for long.
+    With `few` only a few thousand items are searched: the loop's thread must not search for long.
     """
     seen: dict[int, Any] = {}  # keeps the objects: the `id` of a freed one may be used again
     ahead = [iter((tree,))]
@@ -273,10 +265,9 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
     """Turn one tree into `count` trees of the same structure.
 
     `split` is called on every node from the top. If it returns a list of `count` values, each tree
-    gets one value in place of the node. In a part without such a node, leaves, dataclasses and
-    tuple subclasses are the same object in every tree. Lists, dicts and caches are copied, so that
-    replicas do not see each other's edits. A container with such a node that contains itself, or
-    is nested too deeply, raises ValueError.
+    gets one value in place of the node. In a part without such a node, only lists, dicts and caches
+    are copied, so that replicas do not see each other's edits. A container with such a node that
+    contains itself, or is nested too deeply, raises ValueError.
     """
     try:
         columns = _unzip(split, tree, count)

@@ -153,10 +153,9 @@ class DataParallel(nn.Module, Generic[Out_co]):
         super().__init__()
         checked = check_module(module)
         self.device_ids: list[torch.device] = _parse_device_ids(device_ids)
-        self.output_device: torch.device = (
-            self.device_ids[0] if output_device is None else parse_output_device(output_device)
-        )
         self.src_device_obj: torch.device = self.device_ids[0]
+        output = self.src_device_obj if output_device is None else output_device
+        self.output_device: torch.device = parse_output_device(output)
         self.dim: int = as_int("dim", dim)
         check_output_dims(output_dims)
         self.output_dims: Dims = output_dims
@@ -257,8 +256,8 @@ class DataParallel(nn.Module, Generic[Out_co]):
         [output] = await parallel_apply([self.module], args, named, [self.src_device_obj])
         if self.output_device == self.src_device_obj:
             return output
-        move_tensors = partial(map_tensors, partial(move, device=self.output_device), output)
-        return await self._on_source(move_tensors)
+        to_output = partial(move, device=self.output_device)
+        return await self._on_source(partial(map_tensors, to_output, output))
 
     def _check_and_scatter(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
         check_placement(all_tensors(self.module), self.src_device_obj)
@@ -334,10 +333,9 @@ def _or_one_call(scattered: _Arguments) -> _Arguments:
 
 def _parse_device_ids(device_ids: Iterable[Device] | None) -> list[torch.device]:
     if device_ids is None:
-        return list(all_accelerators()) or [_CPU]
-    if isinstance(device_ids, Sized) and not len(device_ids):
-        return [_CPU]
-    return list(parse_devices(device_ids))
+        device_ids = all_accelerators()
+    is_empty = isinstance(device_ids, Sized) and not len(device_ids)
+    return [_CPU] if is_empty else list(parse_devices(device_ids))
 
 
 @returns_coroutine

@@ -41,8 +41,7 @@ class KeptReplicas(Generic[M]):
         self.module = module
         self._devices = tuple(devices)
         self._lock = threading.Lock()
-        self._buffers_written = False
-        """Whether a training forward may have written to buffers since the last copy."""
+        self._buffers_written = False  # perhaps, by a training forward since the last copy
         self._forget_copies()
         _all_kept.add(self)
 
@@ -63,11 +62,8 @@ class KeptReplicas(Generic[M]):
         ]
 
     def forward_starts(self) -> None:
-        """Note that a replica that shares the module's own buffers is about to run.
-
-        A training forward may write to these buffers without a trace (to a codebook, through
-        `.data`), so the next call copies the buffers.
-        """
+        """Note that a replica that shares the module's own buffers is about to run."""
+        # A training forward may write to them without a trace (to a codebook, through `.data`).
         tree = self._tree
         if tree is not None and any(module.training for module in tree.modules):
             self._buffers_written = True
@@ -100,10 +96,8 @@ class KeptReplicas(Generic[M]):
         # Parameters: one copy per device, none on the module's own. Buffers: one copy per replica,
         # but replica 0 uses the module's, so that what its forward writes to them persists.
         devices = dict.fromkeys(self._devices)
-        self._parameters: _TensorCopies = _TensorCopies(
-            [_Target(device, shares=True) for device in devices]
-        )
-        self._buffers: _TensorCopies = _TensorCopies(
+        self._parameters = _TensorCopies([_Target(device, shares=True) for device in devices])
+        self._buffers = _TensorCopies(
             [_Target(device, shares=index == 0) for index, device in enumerate(self._devices)]
         )
 
@@ -120,8 +114,7 @@ class KeptReplicas(Generic[M]):
         return tree
 
     def _copy_all(self, tree: ModuleTree[M]) -> None:
-        check_placement(tree.parameters, self._devices[0])
-        check_placement(tree.buffers, self._devices[0])
+        check_placement([*tree.parameters, *tree.buffers], self._devices[0])
         _register_step_hook()
         # Unset before weights are read: a step that ends later sets the flag again.
         self._stepped = False
@@ -268,10 +261,9 @@ def _mark(tensor: Tensor) -> object:
 
 
 def _storage(tensor: Tensor) -> "weakref.ref[torch.UntypedStorage] | None":
-    """Return a reference that dies with the storage: a new storage may get the same address.
+    """Return a reference that dies with the storage.
 
-    After `module.half().float()` the weights are others, but the version and often the address
-    are the same.
+    After `module.half().float()` a new storage often has the same address and version.
     """
     try:
         return weakref.ref(tensor.untyped_storage())

@@ -126,8 +126,7 @@ def replicate_sync(network: M, devices: Sequence[torch.device], *, detach: bool 
 class _Alias(torch.autograd.Function):
     """A tensor with the memory of its original, and a version of its own.
 
-    Autograd compares versions, and refuses a backward if a saved tensor was written to. With a
-    shared version, a write in the forward of one replica would fail the backward of another.
+    With a shared version, a write in the forward of one replica would fail another's backward.
     """
 
     @staticmethod
@@ -156,8 +155,7 @@ def _parameter_copies(parameters: list[Tensor], device: torch.device, detach: bo
         if detach:
             copies[id(old)] = like(old, old.detach().to(device))
         elif is_accelerator(old.device):
-            # Replicas backpropagate on several streams. Through a view, made on this stream, the
-            # original gets its gradients on this stream; else torch warns.
+            # Through a view, the original gets its gradients on this stream, as in `shareable`.
             copies[id(old)] = like(old, old.view_as(old).to(device))
         elif old.device != device:
             copies[id(old)] = like(old, old.to(device))
@@ -182,10 +180,7 @@ def like(original: Tensor, made: Tensor, *, requires_grad: bool = False) -> Tens
 
 
 def give_attributes(made: Tensor, original: Tensor) -> None:
-    """Give `made`, a copy of `original`, the attributes that a user has set there.
-
-    Tensors among them are moved to its device.
-    """
+    """Give `made`, a copy of `original`, the attributes that a user has set, on its device."""
     own = vars(made)
     for name, value in vars(original).items():
         if name not in own:  # a tensor that is made of tensors has its parts already
@@ -237,8 +232,7 @@ def check_placement(tensors: Iterable[Tensor], device: torch.device) -> None:
     """Raise RuntimeError unless all tensors of a module are on `device`, its first one."""
     for tensor in tensors:
         if tensor.device != device:
-            # torch's words.
-            raise RuntimeError(
+            raise RuntimeError(  # torch's words
                 f"module must have its parameters and buffers on device {device} (device_ids[0]) "
                 f"but found one of them on device: {tensor.device}"
             )
@@ -288,8 +282,7 @@ def _is_patched(module: nn.Module) -> bool:
 def _is_export_guard(module: nn.Module) -> bool:
     # `torch.export` makes such modules to check inputs; they have no weights.
     unlift = sys.modules.get("torch.export._unlift")
-    guards = getattr(unlift, "GuardsFn", None)  # not in every version of torch
-    return guards is not None and isinstance(module, guards)
+    return isinstance(module, getattr(unlift, "GuardsFn", ()))  # not in every version of torch
 
 
 def _describe(root: nn.Module, module: nn.Module) -> str:
@@ -302,11 +295,10 @@ def walk(root: nn.Module) -> list[nn.Module]:
     """Return `root` and every module in it, each once, breadth first."""
     order, seen = [root], {id(root)}
     for module in order:  # grows during the loop
-        if module._modules:
-            for child in module._modules.values():
-                if child is not None and id(child) not in seen:
-                    seen.add(id(child))
-                    order.append(child)
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                order.append(child)
     return order
 
 
@@ -347,8 +339,7 @@ def _contents(modules: Iterable[nn.Module]) -> _Contents:
 class ModuleTree(Generic[M]):
     """A module and every module in it, as flat lists: fast to compare and to copy.
 
-    Modules (breadth first, the root first), parameters and buffers are listed once each. A tensor
-    that is both is a parameter. Modules that cannot be replicated raise (`check_replicable`).
+    Modules, parameters and buffers are listed once each. A tensor that is both is a parameter.
     """
 
     def __init__(self, root: M) -> None:
@@ -375,13 +366,8 @@ class ModuleTree(Generic[M]):
         """Copy the root, with the copied `tensors`; attributes, hooks and modes are as now."""
         copies: dict[int, nn.Module] = {}
         for module in self.modules:
-            if id(module) in self._special:
-                copies[id(module)] = _copy_special(module, tensors)
-                continue
-            fields = module.__dict__.copy()
-            _isolate(fields, tensors)
-            copies[id(module)] = copy = _new(type(module))
-            _set_attribute(copy, "__dict__", fields)
+            special = id(module) in self._special
+            copies[id(module)] = (_copy_special if special else _copy)(module, tensors)
         for module, copy in zip(self.modules, copies.values(), strict=True):
             if module._modules:
                 _link(copy, module._modules, copies)
@@ -437,24 +423,29 @@ def _replicates_itself(module: nn.Module) -> bool:
     return not type(module)._replicate_for_data_parallel.__module__.startswith("torch.")
 
 
-def _copy_special(module: nn.Module, tensors: TensorMap) -> nn.Module:
-    if isinstance(module, torch.jit.ScriptModule) or _replicates_itself(module):
-        copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
-        if isinstance(module, torch.jit.ScriptModule):
-            for named in (module._parameters, module._buffers):
-                for name, old in named.items():
-                    if old is not None and id(old) in tensors:
-                        setattr(copy, name, tensors[id(old)])
-            return copy
-        fields = copy.__dict__
-        fields.update({name: module.__dict__[name] for name in ("_parameters", "_buffers")})
-    else:
-        copy = _new(type(module))
-        fields = module.__dict__.copy()
-        _set_attribute(copy, "__dict__", fields)
+def _copy(module: nn.Module, tensors: TensorMap) -> nn.Module:
+    copy: nn.Module = _new(type(module))
+    fields = module.__dict__.copy()
     _isolate(fields, tensors)
+    _set_attribute(copy, "__dict__", fields)
+    return copy
+
+
+def _copy_special(module: nn.Module, tensors: TensorMap) -> nn.Module:
+    if isinstance(module, torch.jit.ScriptModule):
+        copy: nn.Module = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        for name, old in chain(module._parameters.items(), module._buffers.items()):
+            if old is not None and id(old) in tensors:
+                setattr(copy, name, tensors[id(old)])
+        return copy
+    if _replicates_itself(module):
+        copy = module._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        copy.__dict__.update({name: module.__dict__[name] for name in ("_parameters", "_buffers")})
+        _isolate(copy.__dict__, tensors)
+    else:
+        copy = _copy(module, tensors)
     if isinstance(module, nn.RNNBase):
-        _isolate_flat_weights(fields, tensors)
+        _isolate_flat_weights(copy.__dict__, tensors)
     return copy
 
 
@@ -465,8 +456,7 @@ def _isolate_flat_weights(fields: dict[str, Any], tensors: TensorMap) -> None:
     fields["_flat_weights_names"] = fields["_flat_weights_names"].copy()
     # RNNBase.forward rebuilds the list if these do not refer to its parameters.
     fields["_flat_weight_refs"] = [None if w is None else weakref.ref(w) for w in weights]
-    # Many models flatten in forward. The weights of a replica are flat already, and must not move,
-    # because another replica may read them.
+    # Many models flatten in forward. The weights must not move: another replica may read them.
     fields["flatten_parameters"] = _already_flat
 
 

@@ -310,7 +310,7 @@ def gather(
         )
     if not outputs:
         raise ValueError("outputs is empty: expected at least one replica's output")
-    call = run_near(target, partial(gather_sync, outputs, target, dim, output_dims))
+    call = run_near(target, partial(_gather_sync, outputs, target, dim, output_dims))
     return shown_as(call, "gather")
 
 
@@ -353,14 +353,10 @@ def _moved_by_itself(device: torch.device, node: Any) -> list[Any] | None:
 
 
 def shareable(tensor: Tensor) -> Tensor:
-    """`tensor` for several replicas: a view, if it is a leaf on an accelerator with gradients.
-
-    A leaf gets its gradients on the stream on which the view was made; without a view, on the
-    streams of all replicas, and torch warns.
-    """
-    if not (tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)):
-        return tensor
-    return tensor.view_as(tensor) if torch.is_grad_enabled() else tensor
+    """`tensor` for several replicas: a view, if it is a leaf on an accelerator with gradients."""
+    is_leaf = tensor.requires_grad and tensor.is_leaf and is_accelerator(tensor.device)
+    # The leaf then gets its gradients on this stream, not on those of all replicas.
+    return tensor.view_as(tensor) if is_leaf and torch.is_grad_enabled() else tensor
 
 
 def _parse_chunk_sizes(given: Iterable[int] | None, count: int) -> list[int] | None:
@@ -435,7 +431,12 @@ def _split_node(
     if not in_cache and has_own_state(node):
         if sizes is not None and len(sizes) > 1 and dim == 0 and is_indexed(node):
             return _split_sequence(Split(node), targets, sizes)
-        return [_whole(node, target) for target in targets]
+        return [
+            move_tree(node, target)
+            if moves_itself(node) or any(each.device != target for each in tensors(node))
+            else node
+            for target in targets
+        ]
     starts_cache = not in_cache and is_cache(node)
     parts = children(node) if starts_cache else iterable_parts(node)
     if parts is None:
@@ -461,11 +462,6 @@ def _split_tensor(
         pieces.append(piece)
         start += size
     return pieces
-
-
-def _whole(node: Any, target: torch.device) -> Any:
-    there = not moves_itself(node) and all(each.device == target for each in tensors(node))
-    return node if there else move_tree(node, target)
 
 
 def _split_sequence(
@@ -514,8 +510,11 @@ def piece_sizes(
                 + "; mark an input that every replica must get whole as aiopar.Replicated(...), "
                 "and one with another batch dimension as aiopar.Split(..., dim=...)"
             )
-    if chunk_sizes is None:
-        return _even_sizes(batch, count)
+    if chunk_sizes is None and batch == 0:
+        return [0] * count
+    if chunk_sizes is None:  # as `torch.chunk`, perhaps fewer pieces than `count`
+        size = -(-batch // count)
+        return [min(size, batch - start) for start in range(0, batch, size)]
     if sum(chunk_sizes) != batch:
         raise ValueError(
             f"chunk_sizes {chunk_sizes} add up to {sum(chunk_sizes)}, expected {batch}: the size "
@@ -546,9 +545,8 @@ def _check_all_replicated(roots: dict[str, Any], dim: int, count: int, *, on_loo
 def _nodes(roots: dict[str, Any], dim: int, *, iterate: bool) -> Iterator[tuple[Any, Path, int]]:
     """Yield every node of the trees, depth first, with the dimension to split it along.
 
-    `roots` are trees by name; `dim` is the dimension of values without a mark. A `Split` of a
-    sequence is one node; any other `Split` is replaced by the nodes of its value. The value of a
-    `Replicated` is not searched. With `iterate`, iterables that are no containers are searched.
+    A `Split` of a sequence is one node; any other `Split` is replaced by the nodes of its value.
+    With `iterate`, iterables that are no containers are searched.
     """
     seen: dict[tuple[int, int], Any] = {}
     for name, tree in roots.items():
@@ -608,15 +606,6 @@ def _size_along(dim: int, value: Any, path: Path) -> int:
     return size
 
 
-def _even_sizes(batch: int, count: int) -> list[int]:
-    """The sizes of `torch.chunk`: ceil(batch / count) each, perhaps fewer pieces than `count`."""
-    if batch == 0:
-        return [0] * count
-    size = -(-batch // count)
-    full, rest = divmod(batch, size)
-    return [size] * full + [rest] * bool(rest)
-
-
 def parse_output_device(device: Device) -> torch.device:
     """Parse a device; -1 is the CPU, as in torch."""
     on_cpu = type(device) is int and device == -1
@@ -629,15 +618,12 @@ def check_output_dims(dims: Dims) -> None:
         return
     if (parts := children(dims)) is None:
         as_int("output_dims", dims, "an int, or ints that are nested as the output is")  # type: ignore[arg-type]  # what it checks
-        return
-    for value in parts[1]:
-        check_output_dims(0 if value is None else value)
+    else:
+        for value in parts[1]:
+            check_output_dims(value)
 
 
-def gather_sync(
-    outputs: Sequence[Any], device: torch.device, dim: int = 0, dims: Dims = None
-) -> Any:
-    """`gather` on the calling thread, for a parsed device."""
+def _gather_sync(outputs: Sequence[Any], device: torch.device, dim: int, dims: Dims) -> Any:
     try:
         return _Gathering(device, dim).join(outputs, dims, "output")
     except RecursionError as error:
@@ -685,9 +671,8 @@ class _Gathering:
             [entries] = _split([*chain.from_iterable(outputs)], [self._device], 0, None)
             return rebuild(entries)
         columns = zip(*aligned(joined, partial(_difference, outputs, path)), strict=True)
-        dims_below = _dims_below(dims, keys, first, path)
         in_cache = in_cache or is_cache(first)
-        parts = zip(keys, columns, dims_below, strict=True)
+        parts = zip(keys, columns, _dims_below(dims, keys, first, path), strict=True)
         return rebuild(
             [self.join(each, to, (path, first, key), in_cache=in_cache) for key, each, to in parts]
         )
@@ -735,15 +720,13 @@ def _dims_below(dims: Dims, keys: Collection[Any], node: Any, path: Path) -> Col
     if (parts := children(dims)) is None:
         return [dims] * len(keys)
     names, values, _ = parts
-    if isinstance(dims, list | tuple):
-        if len(values) == len(keys):
-            return values
-    else:
-        # An optional field may be absent.
-        known = {*keys, *getattr(node, "__dataclass_fields__", ())}
-        if known.issuperset(names):
-            by_name = dict(zip(names, values, strict=True))
-            return [by_name.get(key) for key in keys]
+    in_order = isinstance(dims, list | tuple)
+    # An optional field may be absent.
+    if not in_order and {*keys, *getattr(node, "__dataclass_fields__", ())}.issuperset(names):
+        by_name = dict(zip(names, values, strict=True))
+        return [by_name.get(key) for key in keys]
+    if in_order and len(values) == len(keys):
+        return values
     raise _misfit(dims, node, path)
 
 

@@ -70,8 +70,7 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if whole is None:
             return super().forward(input)  # all chunks are empty
         if whole.size == 1:
-            # torch's words.
-            raise ValueError(
+            raise ValueError(  # torch's words
                 "Expected more than 1 value per channel when training, got input size "
                 f"{input.size()}"
             )
@@ -293,10 +292,8 @@ def _change_classes(root: M, classes: _Classes) -> M:
 
 
 def _combine(chunks: Sequence[_Moments | None], device: torch.device) -> _Moments | None:
-    """The moments of all chunks together, on `device`; None if all are empty.
-
-    The order of the chunks is fixed, so that every replica computes the same bits.
-    """
+    """The moments of all chunks together, on `device`; None if all are empty."""
+    # In the order of the chunks, so that every replica computes the same bits.
     present = [
         _Moments(chunk.size, move(chunk.mean, device), move(chunk.var, device))
         for chunk in chunks
@@ -322,8 +319,7 @@ class _ComputeMoments(Function):
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         dims = [0, *range(2, x.dim())]
         dtype = torch.promote_types(x.dtype, torch.float32)
-        if x.device.type == "cpu":
-            # Much faster there than `var_mean`.
+        if x.device.type == "cpu":  # much faster there than `var_mean`
             mean = x.mean(dims, keepdim=True, dtype=dtype)
             var, mean = (x - mean).square_().mean(dims), mean.flatten()
         else:
@@ -339,8 +335,7 @@ class _ComputeMoments(Function):
         if torch.is_grad_enabled():
             x_grad: Tensor = _along(slope, x) * (x - _along(mean, x)) + _along(offset, x)
             return x_grad.to(x.dtype)
-        # The same, in one kernel.
-        one = torch.ones_like(mean)
+        one = torch.ones_like(mean)  # for the same, in one kernel
         return torch.native_batch_norm(x, slope, offset, mean, one, False, 0.0, 0.0)[0]
 
 
@@ -388,9 +383,7 @@ class _ApplyNorm(Function):
             x_grad,
             weight_grad if ctx.needs_input_grad[1] else None,
             bias_grad if ctx.needs_input_grad[2] else None,
-            mean_grad,
-            var_grad,
-            None,
+            *(mean_grad, var_grad, None),
         )
 
 

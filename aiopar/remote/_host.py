@@ -157,7 +157,7 @@ def portable_state(state: CallerState) -> PortableState | None:
             f"a call from within {what} cannot run in another process: set it in the function that "
             "is called"
         )
-    return torch_state.portable
+    return state.portable
 
 
 def check_no_gradients(fn: Callable[..., Any], state: CallerState) -> None:
