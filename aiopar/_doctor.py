@@ -8,7 +8,7 @@ import platform
 import shutil
 import sys
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from math import isfinite
@@ -82,15 +82,16 @@ class Report:
     environment: dict[str, str]  # variables that change the speed
     float32_precision: str
     shared_memory: tuple[int, int] | None  # all and free bytes of `/dev/shm`
-    missing: dict[str, Sequence[str]]  # packages, for each extra of aiopar
+    missing: Mapping[str, Sequence[str]]  # packages, for each extra of aiopar
 
 
 def examine() -> Report:
     """Look at this machine and this process."""
     versions = {name: _version(name) for name in dict.fromkeys(_PACKAGES)}
     missing = {
-        extra: [name for name in packages if versions[name] is None]
+        extra: lacking
         for extra, packages in EXTRAS.items()
+        if (lacking := [name for name in packages if versions[name] is None])
     }
     return Report(
         python=platform.python_version(),
@@ -109,7 +110,7 @@ def examine() -> Report:
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         float32_precision=torch.get_float32_matmul_precision(),
         shared_memory=_shared_memory(),
-        missing={extra: packages for extra, packages in missing.items() if packages},
+        missing=missing,
     )
 
 
@@ -134,8 +135,8 @@ def _cores() -> Cores:
 
 def _shared_memory() -> tuple[int, int] | None:
     with suppress(OSError):
-        usage = shutil.disk_usage(_SHARED)
-        return usage.total, usage.free
+        total, _, free = shutil.disk_usage(_SHARED)
+        return total, free
     return None
 
 
@@ -171,14 +172,13 @@ def advice(found: Report) -> Iterator[str]:
 
 
 def _advice_on_devices(found: Report) -> Iterator[str]:
-    if found.unsupported is not None:
-        if found.supported is None:
-            yield f"{found.unsupported}: install a build of torch for it (pytorch.org)."
-        else:
-            yield (
-                f"{found.unsupported}: its driver may be too old for this build of torch (see "
-                "nvidia-smi), or CUDA_VISIBLE_DEVICES hides it."
-            )
+    if found.unsupported is not None and found.supported is None:
+        yield f"{found.unsupported}: install a build of torch for it (pytorch.org)."
+    elif found.unsupported is not None:
+        yield (
+            f"{found.unsupported}: its driver may be too old for this build of torch (see "
+            "nvidia-smi), or CUDA_VISIBLE_DEVICES hides it."
+        )
     if found.accelerators and found.float32_precision == "highest":
         yield (
             "Products of float32 matrices use no tensor cores. If three decimal digits are enough: "
@@ -236,11 +236,9 @@ def describe(found: Report) -> Iterator[tuple[str, str]]:
         total, free = map(_size, found.shared_memory)
         yield _SHARED, f"{total}, {free} free"
     for extra, packages in EXTRAS.items():
-        lacking = found.missing.get(extra)
-        if lacking is None:
-            text = ", ".join(f"{name} {versions[name]}" for name in packages)
-        else:
-            text = f"needs {', '.join(lacking)}: pip install 'aiopar[{extra}]'"
+        text = ", ".join(f"{name} {versions[name]}" for name in packages)
+        if extra in found.missing:
+            text = f"needs {', '.join(found.missing[extra])}: pip install 'aiopar[{extra}]'"
         yield f"[{extra}]", text
 
 

@@ -91,10 +91,7 @@ def is_iterable(given: object) -> bool:
 
 
 def items_of(given: Any) -> Iterator[Any]:
-    """Return `iter(given)`, but a map-style dataset ends after `len` items.
-
-    Python's iterator of a dataset ends at an IndexError, which a dataset need not raise.
-    """
+    """Return `iter(given)`; a map-style dataset ends after `len` items, without an IndexError."""
     if hasattr(type(given), "__iter__") or (length := length_of(given)) is None:
         return iter(given)
     return islice(iter(given), length)
@@ -213,10 +210,7 @@ _INSTEAD: dict[str, str] = {
 
 
 def not_begun(made: Any, *, on_worker: bool = False) -> TypeError:
-    """Make the error for a function that returned `made`, whose type is in `NOT_BEGUN`.
-
-    With `on_worker` the function must be a plain one, because a worker calls it.
-    """
+    """Make the error for a function that returned `made`, whose type is in `NOT_BEGUN`."""
     kind = type(made).__name__.replace("_", " ")
     kind = f"an {kind}" if kind.startswith("async") else f"a {kind}"
     if isinstance(made, types.CoroutineType):
@@ -268,26 +262,22 @@ def _not_plain(fn: object, marked: bool) -> TypeError:
 
 # Reprs
 
-S = TypeVar("S")
-
 _MOST_LISTED = 8
 
 
-def short_repr(describe: Callable[[S], str]) -> Callable[[S], str]:
+def short_repr(describe: Callable[[T], str]) -> Callable[[T], str]:
     """Make a `__repr__` from `describe`, which returns the text after the class name.
 
-    `describe` must take no lock: a debugger may have stopped the thread that holds the lock. If
-    `describe` fails, the text is "half made": an error in a `__repr__` would hide the error that
-    is being reported.
+    `describe` must take no lock: a debugger may have stopped the thread that holds the lock.
     """
 
     @functools.wraps(describe)
-    def shown(self: S) -> str:
+    def shown(self: T) -> str:
         # A user knows the public base class of a private one.
         kind = next(one for one in type(self).__mro__ if not one.__name__.startswith("_"))
         try:
             said = describe(self)
-        except Exception:  # noqa: BLE001  # the object lacks attributes
+        except Exception:  # noqa: BLE001  # it lacks attributes, and an error is reported
             said = "half made"
         return f"<{kind.__name__} {said}>"
 

@@ -315,9 +315,7 @@ class _Padding(Join):
         if not -first.ndim <= dim < first.ndim:
             raise out_of_range(dim, first, path)
         traits = _traits(first, dim)
-        _require(
-            lambda item: isinstance(item, Tensor) and _traits(item, dim) == traits, column, path
-        )
+        _require(lambda item: _traits(item, dim) == traits, column, path)
         self._measure(column, path)
         value = self._value_at(path)
         along = [item.movedim(dim, 0) for item in column] if dim else column
@@ -356,19 +354,20 @@ class _Padding(Join):
             return self._value
         place = path
         while not isinstance(place, str):
-            if place[2] in self._value:
-                return self._value[place[2]]
-            place = place[0]
+            place, _, key = place
+            if key in self._value:
+                return self._value[key]
         raise ValueError(
             f"pad_value has no entry for {format_path(path)}: it has {list(self._value)}"
         )
 
 
-def _traits(tensor: Tensor, dim: int) -> object:
-    """What must be equal in all tensors that are padded along `dim`."""
-    shape = tuple(tensor.shape)
-    at = dim % len(shape) if shape else 0
-    return len(shape), shape[:at] + shape[at + 1 :], tensor.dtype, tensor.device
+def _traits(item: Any, dim: int) -> object:
+    """What must be equal in all tensors that are padded along `dim`; None for other items."""
+    if not isinstance(item, Tensor):
+        return None
+    others = [size for at, size in enumerate(item.shape) if at != dim % item.ndim]
+    return item.ndim, others, item.dtype, item.device
 
 
 def unbatch(outputs: Any, count: int) -> list[Any]:
@@ -407,25 +406,19 @@ def unbatch(outputs: Any, count: int) -> list[Any]:
         >>> unbatch({"score": torch.tensor([0.5, 1.5]), "label": ["cat", "dog"]}, 2)
         [{'score': tensor(0.5000), 'label': 'cat'}, {'score': tensor(1.5000), 'label': 'dog'}]
     """
-    if isinstance(outputs, Tensor):
-        _check_size(outputs, count, "output")
-        return list(outputs.unbind())
     if _is_one_per_item(outputs, count):
-        return list(outputs)
+        return list(outputs.unbind() if isinstance(outputs, Tensor) else outputs)
     return unzip(partial(_pieces, count), outputs, count)
 
 
 def check_batched(outputs: Any, count: int) -> None:
     """Raise the `aiopar.OutputMismatch` that `unbatch` would raise; split nothing."""
-    if isinstance(outputs, Tensor):
-        _check_size(outputs, count, "output")
-    else:
-        _is_one_per_item(outputs, count)
+    _is_one_per_item(outputs, count)
 
 
 def _is_one_per_item(outputs: Any, count: int) -> bool:
-    """Whether `outputs`, no tensor, is a list of one output per item; checks all sizes."""
-    if not isinstance(outputs, list):
+    """Whether `outputs` is a tensor or a list of one output per item; checks all sizes."""
+    if not isinstance(outputs, (Tensor, list)):
         if _check(outputs, count, "output"):
             return False
         if type(outputs) is not tuple:
@@ -440,8 +433,7 @@ def _check(node: Any, count: int, path: Path) -> bool:
         _check_size(node, count, path)
         return True
     if has_own_state(node):
-        indexed = is_indexed(node)
-        if indexed:
+        if indexed := is_indexed(node):
             _check_size(node, count, path)
         return indexed
     if isinstance(node, list) and not holds(is_rows, node):

@@ -68,8 +68,7 @@ def describe_accelerator(device: torch.device) -> tuple[str | None, int | None]:
 def accelerators_in_use() -> tuple[torch.device, ...]:
     """Every accelerator, if this process may have launched work on accelerators; else none.
 
-    Before such work nothing needs ordering. A look at the streams would claim memory on the device,
-    and would raise in a forked child, which cannot use the devices.
+    Before such work, a look at the streams would claim memory. In a forked child it would raise.
     """
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
@@ -143,11 +142,8 @@ def slot_stream(device: torch.device) -> torch.Stream | None:
     """
     if not is_accelerator(device):
         return None
-    # From now on the accelerator counts as in use, even before the first tensor: `capture_streams`
-    # must see the callers' streams.
-    initialize = getattr(torch.get_device_module(device), "init", None)
-    if initialize is not None:
-        initialize()
+    # From now on the accelerator counts as in use: `capture_streams` must see callers' streams.
+    getattr(torch.get_device_module(device), "init", lambda: None)()
     return _as_own_class(torch.Stream(device=device))
 
 
@@ -161,8 +157,7 @@ def default_stream(device: torch.device) -> torch.Stream:
     """The default stream of an accelerator."""
     module = torch.get_device_module(device)
     if hasattr(module, "default_stream"):
-        stream: torch.Stream = module.default_stream(device)
-        return stream
+        return module.default_stream(device)  # type: ignore[no-any-return]  # a torch.Stream
     # XPU has no such function. A new thread has the default stream.
     with ThreadPoolExecutor(1) as fresh:
         return fresh.submit(current_stream, device).result()
@@ -171,27 +166,20 @@ def default_stream(device: torch.device) -> torch.Stream:
 def _as_own_class(stream: torch.Stream) -> torch.Stream:
     """Return the same stream as an object of its backend's class (`torch.cuda.Stream`), if any.
 
-    The backend's events need such a stream. Up to torch 2.10, `torch.cuda.Event.record` reads past
-    the end of a plain `torch.Stream`; up to 2.11, a plain stream does not wait for such an event. A
-    CUDA stream is unequal to every plain stream.
+    Up to torch 2.10, `torch.cuda.Event.record` reads past the end of a plain `torch.Stream`; up to
+    2.11, a plain stream does not wait for such an event. The two are never equal.
     """
-    own_class = getattr(torch.get_device_module(stream.device), "Stream", None)
-    if own_class is None or isinstance(stream, own_class):
-        return stream
-    return to_enter(stream, own_class)
+    own_class = getattr(torch.get_device_module(stream.device), "Stream", torch.Stream)
+    return stream if isinstance(stream, own_class) else to_enter(stream, own_class)
 
 
 def to_enter(stream: torch.Stream, kind: type[torch.Stream] = torch.Stream) -> torch.Stream:
     """Return a new object for the same stream, for one `with` block.
 
-    A stream object that is entered keeps the thread's earlier stream. Two threads that enter one
-    object would get each other's earlier stream back.
+    An entered object keeps the thread's earlier stream, so two threads must not enter one object.
     """
-    return kind(
-        stream_id=stream.stream_id,
-        device_index=stream.device_index,
-        device_type=stream.device_type,
-    )
+    index, device_type = stream.device_index, stream.device_type
+    return kind(stream_id=stream.stream_id, device_index=index, device_type=device_type)
 
 
 def bind_thread(stream: torch.Stream) -> None:
@@ -294,8 +282,7 @@ def result_events(
 def share_memory(tensors: Iterable[torch.Tensor], stream: torch.Stream) -> None:
     """Tell the allocator that `stream` uses `tensors`: it reuses their memory only afterwards.
 
-    Otherwise the memory returns to the tensor's own stream with the last reference, and that stream
-    could overwrite the memory while `stream` still reads.
+    Otherwise the tensor's own stream could overwrite the memory while `stream` still reads.
     """
     for tensor in tensors:
         # A sparse tensor has no memory of its own.

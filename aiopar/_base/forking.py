@@ -28,11 +28,9 @@ def after_fork_in_child(callback: C) -> C:
 def held_across_fork() -> "threading.RLock":
     """Make a lock that no other thread holds while the process forks.
 
-    So a child inherits neither a locked lock nor half changed data. Never fork while you hold the
-    lock. The lock is re-entrant: the garbage collector may run while the lock is held, and close a
-    coroutine that takes the lock.
+    So a child inherits neither a locked lock nor half changed data. Never fork while you hold it.
     """
-    lock = threading.RLock()
+    lock = threading.RLock()  # the collector may close a coroutine here that takes the lock
     _held_across.append(lock)
     return lock
 

@@ -46,9 +46,8 @@ def _quota(group: Path) -> float:
         if (group / "cpu.max").exists():
             quota, period = (group / "cpu.max").read_text().split()
         else:
-            quota, period = (
-                (group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-            )
+            files = group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"
+            quota, period = (file.read_text() for file in files)
         if float(quota) > 0:  # -1: no limit
             return float(quota) / float(period)
     return inf
@@ -64,8 +63,7 @@ def core_count() -> int:
 
 
 class _Thread(threading.local):
-    cores: int | None = None
-    """How many threads the operators used before this thread got a share; None without a share."""
+    cores: int | None = None  # how many the operators used before this thread got a share
 
 
 _thread = _Thread()
@@ -88,10 +86,8 @@ def operator_threads() -> int:
 
 
 def set_operator_threads(count: int) -> None:
-    """Let operators that this thread calls use `count` threads.
-
-    `torch.set_num_threads` would also change every thread that starts later.
-    """
+    """Let operators that this thread calls use `count` threads."""
+    # Without `torch.set_num_threads`, which also changes every thread that starts later.
     if _thread.cores is None:
         _thread.cores = operator_threads()
     for library in _openmp_libraries():
@@ -109,8 +105,7 @@ class CoreShares:
         # An executor that a worker makes divides all cores, not that worker's share.
         self._cores = min(_thread.cores or operator_threads(), core_count())
         # A set's add, discard and len are atomic, also without a GIL.
-        self.running: set[object] = set()
-        """The workers that are running, or that have just got a call."""
+        self.running: set[object] = set()  # workers that are running, or have just got a call
 
     def share(self, running: int) -> int:
         """Return how many threads an operator may use while `running` workers run."""

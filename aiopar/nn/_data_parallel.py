@@ -435,11 +435,8 @@ def patch_replication_callback(data_parallel: DataParallel[Any] | nn.DataParalle
         >>> patch_replication_callback(dp)
     """
     if not isinstance(data_parallel, DataParallel | nn.DataParallel):
-        raise TypeError(
-            "expected an aiopar.DataParallel or a torch.nn.DataParallel, got "
-            f"{type(data_parallel).__name__}"
-        )
-    if isinstance(data_parallel, DataParallel) and not data_parallel._overrides("replicate"):
-        return
-    if not is_patched(data_parallel):
+        got = type(data_parallel).__name__
+        raise TypeError(f"expected an aiopar.DataParallel or a torch.nn.DataParallel, got {got}")
+    own = isinstance(data_parallel, DataParallel) and not data_parallel._overrides("replicate")
+    if not own and not is_patched(data_parallel):
         data_parallel.replicate = patched(data_parallel.replicate)  # type: ignore[method-assign]

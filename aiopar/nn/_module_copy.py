@@ -192,11 +192,11 @@ def _buffer_copies(
 ) -> TensorMap:
     copies = {}
     for old in buffers:
-        source = old.detach() if detach and old.requires_grad else shareable(old)
+        made = old.detach() if detach and old.requires_grad else shareable(old)
         if not (shared and old.device == device):
-            copies[id(old)] = like(old, copied(source, device))
-        elif source is not old:
-            copies[id(old)] = like(old, source)
+            made = copied(made, device)
+        if made is not old:
+            copies[id(old)] = like(old, made)
     return copies
 
 
@@ -276,13 +276,9 @@ def _is_patched(module: nn.Module) -> bool:
     fields = module.__dict__
     if "forward" not in fields and fields.get("_compiled_call_impl") is None:
         return False
-    return not isinstance(module, torch.jit.ScriptModule) and not _is_export_guard(module)
-
-
-def _is_export_guard(module: nn.Module) -> bool:
-    # `torch.export` makes such modules to check inputs; they have no weights.
-    unlift = sys.modules.get("torch.export._unlift")
-    return isinstance(module, getattr(unlift, "GuardsFn", ()))  # not in every version of torch
+    # `torch.export` makes such modules to check inputs, in some versions. They have no weights.
+    guards = getattr(sys.modules.get("torch.export._unlift"), "GuardsFn", ())
+    return not isinstance(module, torch.jit.ScriptModule) and not isinstance(module, guards)
 
 
 def _describe(root: nn.Module, module: nn.Module) -> str:

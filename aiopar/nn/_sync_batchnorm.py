@@ -61,7 +61,10 @@ class _SynchronizedBatchNorm(_BatchNorm):
         replica = self._current_replica(copy_id)
         if replica.count == 1:
             return super().forward(input)
-        self._check_shape(input)
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        has_size = self.weight is not None or self.running_mean is not None
+        if has_size and input.size(1) != self.num_features:
+            raise ValueError(f"expected {self.num_features} channels, got {input.size(1)}")
         moments = None
         if input.numel():
             mean, var = _ComputeMoments.apply(input)  # type: ignore[no-untyped-call]
@@ -82,12 +85,6 @@ class _SynchronizedBatchNorm(_BatchNorm):
         if copy_id == 0 and self.training and self.track_running_stats:
             self._update_running_stats(whole)  # the buffers of copy 0 are the module's own
         return result
-
-    def _check_shape(self, x: Tensor) -> None:
-        self._check_input_dim(x)  # type: ignore[no-untyped-call]
-        has_size = self.weight is not None or self.running_mean is not None
-        if has_size and x.size(1) != self.num_features:
-            raise ValueError(f"expected {self.num_features} channels, got {x.size(1)}")
 
     def _current_replica(self, copy_id: int) -> Replica:
         name = type(self).__name__

@@ -159,9 +159,8 @@ class Parallel(AsyncOnly):
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
         )
         workers = self._executor.devices
-        # Workers that share an accelerator launch on one stream. With a stream each, gradients
-        # would be wrong: when the graph of a unit is freed, the next unit adds to the same `.grad`
-        # on another stream, and nothing orders it after the kernels of the first.
+        # Workers that share an accelerator launch on one stream. With a stream each, nothing would
+        # order the kernels of two units that add to the same `.grad`, one after the other.
         self._streams = {
             device: slot_stream(device) if workers.count(device) > 1 else None for device in workers
         }
@@ -169,8 +168,7 @@ class Parallel(AsyncOnly):
         self._numbers = count()
         # A unit holds room from `put` to `get`.
         self._room = Semaphore(math.inf if max_pending is None else max_pending)
-        # Re-entrant: the garbage collector may run while the lock is held, and close a coroutine
-        # that waits in `get`, or drop a unit.
+        # Re-entrant: the garbage collector may close a waiting `get`, or drop a unit, meanwhile.
         self._lock = threading.RLock()
         # Units that were put and have not ended; then units that have ended and were not fetched.
         self._running: set[Future[Any]] = set()
@@ -218,15 +216,12 @@ class Parallel(AsyncOnly):
 
     def _device_for(self, x: Any) -> torch.device:
         tensor = first_tensor(x)
-        if tensor is not None:
-            device = parse_device(tensor.device)
-            if device in self._streams:
-                return device
-            if is_accelerator(device):
-                raise ValueError(
-                    f"the first tensor is on {device}, but the workers are on "
-                    f"{', '.join(map(str, self._executor.devices))}"
-                )
+        device = None if tensor is None else parse_device(tensor.device)
+        if device in self._streams:
+            return device
+        if device is not None and is_accelerator(device):
+            workers = ", ".join(map(str, self._executor.devices))
+            raise ValueError(f"the first tensor is on {device}, but the workers are on {workers}")
         return next(self._next_devices)
 
     @ki_protected
@@ -441,8 +436,6 @@ def _worker_devices(num_workers: int, devices: Iterable[Device] | None) -> tuple
     else:
         chosen = parse_devices(devices)
         if 0 < num_workers < len(chosen):
-            raise ValueError(
-                f"{num_workers} workers cannot be on {len(chosen)} devices: "
-                f"{', '.join(map(str, chosen))}"
-            )
+            names = ", ".join(map(str, chosen))
+            raise ValueError(f"{num_workers} workers cannot be on {len(chosen)} devices: {names}")
     return tuple(islice(cycle(chosen), num_workers)) or tuple(dict.fromkeys(chosen))
