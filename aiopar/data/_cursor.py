@@ -22,14 +22,12 @@ def draw_seed(generator: torch.Generator | None) -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 
-def check_generator(generator: torch.Generator | None) -> torch.Generator | None:
+def check_generator(generator: torch.Generator | None) -> None:
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
-    return generator
 
 
-_DEFAULT = "torch"
-"""The name of torch's default generator among the names of generators."""
+_DEFAULT = "torch"  # the name of torch's default generator
 
 
 class Generators:
@@ -42,10 +40,8 @@ class Generators:
 
     @classmethod
     def of_loader(cls, loader: "DataLoader[Any]") -> Self:
-        if loader.generator is None:
-            own = cls({_DEFAULT: torch.default_generator})
-        else:
-            own = cls({"generator": loader.generator})
+        name = _DEFAULT if loader.generator is None else "generator"
+        own = cls({name: loader.generator or torch.default_generator})
         if loader.batch_sampler is None:
             own._add("sampler", loader.sampler)
         else:
@@ -154,10 +150,9 @@ def read_state(owner: Any, *, iterated: bool = True) -> Any:
 class StateLoader:
     """Loads a saved state, if there is one, into its owner, before or after `iter(owner)`.
 
-    Most owners accept the state before `iter`, and continue in `iter`. An owner that is its own
-    iterator may start over in `iter`, or accept no state before `iter`. Such an owner gets the
-    state after `iter`, as from torchdata's loader. `iterated`: the state was saved after
-    `iter(owner)`. `generators` note if the owner sets torch's default generator.
+    An owner that is its own iterator may start over in `iter`, or accept no state before `iter`.
+    Such an owner gets the state after `iter`, as from torchdata's loader. `iterated`: the state was
+    saved after `iter(owner)`. `generators` note if the owner sets torch's default generator.
     """
 
     def __init__(self, owner: Any, state: Any, generators: Generators, *, iterated: bool) -> None:
@@ -165,8 +160,7 @@ class StateLoader:
         self._state = state
         self._generators = generators
         self._iterated = iterated
-        self.loaded = state is None
-        """Whether the owner has accepted the state, or there is none."""
+        self.loaded = state is None  # whether the owner has accepted the state, or there is none
 
     def before_iter(self) -> None:
         """Load the state; called before `iter`."""
@@ -182,15 +176,10 @@ class StateLoader:
             return
         # The first `iter` after a load continues. A second load would let the next epoch continue,
         # too.
-        restarted = self._iterated and iterator is self._owner and not self._has_state()
+        own_iterator = self._iterated and iterator is self._owner
+        restarted = own_iterator and not equal_states(read_state(self._owner), self._state)
         if restarted or not self.loaded:
             self._load()
-
-    def _has_state(self) -> bool:
-        try:
-            return equal_states(self._owner.state_dict(), self._state)
-        except Exception:  # noqa: BLE001  # a state that cannot be compared is loaded again
-            return False
 
     def _load(self) -> None:
         before = torch.get_rng_state()
@@ -205,7 +194,7 @@ def equal_states(one: Any, other: Any) -> bool:
     """Whether two states, perhaps with tensors and arrays, are equal; False: not comparable."""
     try:
         return _equal(one, other)
-    except Exception:  # noqa: BLE001  # of a user's `__eq__` or `state_dict`
+    except Exception:  # noqa: BLE001  # of a user's `__eq__`
         return False
 
 
@@ -228,26 +217,17 @@ def _equal(one: Any, other: Any) -> bool:
 class FetchRequest(NamedTuple):
     """A batch that must be fetched."""
 
-    number: int
-    """The number of the batch in its epoch, from 0."""
-    content: Any
-    """The indices of the samples; for an iterable, the samples themselves."""
-    state: Any = None
-    """The state of a stateful sampler or dataset after this batch, or a `MissingState`."""
-    last: bool = False
-    """Whether this is known to be the last batch, as with a stateful sampler or dataset."""
-
-    def without_content(self) -> "FetchRequest":
-        return self._replace(content=None)
+    number: int  # of the batch in its epoch, from 0
+    content: Any  # the indices of the samples; for an iterable, the samples themselves
+    state: Any = None  # of a stateful sampler or dataset after this batch, or a `MissingState`
+    last: bool = False  # whether this is known to be the last batch, as with a stateful sampler
 
 
 @dataclass(eq=False)
 class Cursor:
     """The position of an iteration. The cursor outlives the iteration.
 
-    The items of a pipeline, or the batches of a loader's epoch, are numbered from 0. A resumed
-    iteration draws the items again from the same generators, and skips the delivered items. A
-    loader with a stateful sampler or dataset loads the saved state instead.
+    The items of a pipeline, or the batches of a loader's epoch, are numbered from 0.
 
     Attributes:
         generators: The states of the generators, by name. A loader has the states from before the
@@ -278,8 +258,7 @@ class Cursor:
     initial: Any = None
 
     def __post_init__(self) -> None:
-        self.resumed = False
-        """Whether the cursor was made from a saved state."""
+        self.resumed = False  # whether the cursor was made from a saved state
         self._states: dict[int, FetchRequest] = {}  # the state after each item of `ahead`
         # The numbers of `ahead` from the saved state whose items were not drawn again yet.
         self._undrawn = set(self.ahead)
@@ -292,11 +271,7 @@ class Cursor:
     # Saving and loading.
 
     def state_dict(self, owner: str = "source") -> dict[str, Any]:
-        """A copy of the attributes, in plain values and tensors.
-
-        Raises:
-            ValueError: The state of the `owner` (source, sampler or dataset) could not be read.
-        """
+        """A copy of the attributes, in plain values and tensors; `owner` is named in an error."""
         if isinstance(self.source, MissingState):
             error = self.source.error
             # A new error: the traceback of the stored error would keep the frames of this caller.
@@ -306,12 +281,7 @@ class Cursor:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], *extra: str) -> Self:
-        """The cursor that `state` was made from; it must have the `extra` keys, too.
-
-        Raises:
-            TypeError: `state` is not a mapping.
-            ValueError: `state` has other keys, or invalid values.
-        """
+        """The cursor that `state` was made from; it must have the `extra` keys, too."""
         if not isinstance(state, Mapping):
             raise TypeError(f"expected a state dict, got {type(state).__name__}")
         expected = {*cls.__dataclass_fields__, *extra}
@@ -321,20 +291,17 @@ class Cursor:
         own = copy.deepcopy({name: state[name] for name in cls.__dataclass_fields__})
         try:
             cursor = cls(**own | {"ahead": set(own["ahead"])})
-            cursor._check()
+            check_int("delivered", cursor.delivered, at_least=0)
+            for number in cursor.ahead:
+                check_int("a number in ahead", number, at_least=0)
+            for seed in cursor.seeds:
+                as_int("a seed", seed)
+            for saved in cursor.generators.values():
+                check_instance("the state of a generator", saved, Tensor)
         except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"this is no state of a loader or pipeline: {error}") from None
         cursor.resumed = True
         return cursor
-
-    def _check(self) -> None:
-        check_int("delivered", self.delivered, at_least=0)
-        for number in self.ahead:
-            check_int("a number in ahead", number, at_least=0)
-        for seed in self.seeds:
-            as_int("a seed", seed)
-        for state in self.generators.values():
-            check_instance("the state of a generator", state, Tensor)
 
     # The items of a pipeline.
 
@@ -347,10 +314,7 @@ class Cursor:
         return cls(generators.states(), state, seeds, initial=initial)
 
     def resume(self, source: Any, generators: Generators) -> "Cursor":
-        """Restore the source, and return the cursor of the iteration that continues from here.
-
-        If the saved iteration has ended, this is the cursor of a new iteration.
-        """
+        """Restore the source; return this cursor, or that of a new iteration if this has ended."""
         if self.source is not None:
             source.load_state_dict(copy.deepcopy(self.source))  # the source may change it
         if not self.ended:
@@ -364,7 +328,7 @@ class Cursor:
         self._undrawn.discard(request.number)
         self.ahead.add(request.number)
         if request.state is not None:
-            self._states[request.number] = request.without_content()
+            self._states[request.number] = request._replace(content=None)
         # Stop at a batch that was delivered before the save and not drawn again yet, because the
         # sampler's state after that batch is not known.
         while self.delivered in self.ahead and self.delivered not in self._undrawn:

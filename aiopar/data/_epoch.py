@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from .._base.arguments import AsyncOnly, short_repr
@@ -13,11 +13,8 @@ from ._sampling import Sampling
 from ._steps import StopFlag
 from ._stream import Stream
 
-LOAD = "load"
-"""The stage that fetches and collates."""
-
-COPY = "device"
-"""The stage that copies to devices."""
+LOAD = "load"  # the stage that fetches and collates
+COPY = "device"  # the stage that copies to devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,45 +44,29 @@ class LoaderStats:
     bottleneck: str
 
 
+@dataclass(eq=False, repr=False)
 class Epoch:
     """One iteration of a loader: the counts, the failures, and the close.
 
     The consumer has a `LoaderStream`, which is collected if a loop is left early. Threads may still
-    read samples then, and the loader keeps this object to wait for them. The workers of `executor`
-    end with the epoch. `on_delivered` is called for each batch that was delivered or skipped.
+    read samples then, and the loader keeps this object to wait for them.
     """
 
-    def __init__(
-        self,
-        stream: "Stream[Loaded]",
-        sampling: Sampling,
-        stop: StopFlag,
-        executor: DeviceExecutor | None,
-        on_delivered: Callable[[], object] | None,
-        max_failures: int,
-        bound: int,
-    ) -> None:
-        self._stream: Stream[Loaded] | None = stream
-        self._sampling = sampling
-        self._stop = stop
-        self._executor = executor
-        self._on_delivered = on_delivered
-        self._max_failures = max_failures
-        self._bound = bound
-        self._stats: LoaderStats | None = None
-        self._samples = 0
-        self.batches: int = 0
-        """How many batches were delivered."""
-        self.failures: list[FailedSample] = []
-        self.closed: bool = False
-        """Whether no batch will come."""
+    _stream: Stream[Loaded] | None
+    _sampling: Sampling
+    _stop: StopFlag
+    _executor: DeviceExecutor | None  # its workers end with the epoch
+    _on_delivered: Callable[[], object] | None  # called for each batch, also if it was skipped
+    _max_failures: int
+    _bound: int
+    _stats: LoaderStats | None = None
+    _samples: int = 0
+    batches: int = 0  # how many were delivered
+    failures: list[FailedSample] = field(default_factory=list)
+    closed: bool = False  # whether no batch will come
 
     async def next(self) -> Any:
-        """The next batch.
-
-        Raises:
-            StopAsyncIteration: The epoch has ended, or was closed.
-        """
+        """The next batch; raises StopAsyncIteration at the end."""
         stream = self._stream
         if stream is None:
             raise StopAsyncIteration
@@ -172,11 +153,6 @@ class Epoch:
                 self._stream = None  # a stream refers to the state of the consumer's task
 
     @property
-    def timed_out(self) -> bool:
-        """Whether the last read timed out: a thread may be in a function that never returns."""
-        return self._stream is not None and self._stream._timed_out
-
-    @property
     def gone(self) -> bool:
         """Whether no thread, task or process of the epoch runs any more."""
         flow = None if self._stream is None else self._stream._flow
@@ -222,7 +198,8 @@ class LoaderStream(AsyncOnly, Generic[Batch_co]):
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._epoch.timed_out:
+        stream = self._epoch._stream
+        if stream is not None and stream._timed_out:  # a thread may be stuck in a function
             self._epoch.close()
         else:
             await close_fully(self.aclose)

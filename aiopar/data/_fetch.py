@@ -57,19 +57,16 @@ class Left(Exception):  # not an error: nobody sees it
 class Loaded(NamedTuple):
     """A batch that was fetched."""
 
-    request: FetchRequest
-    """The request, without its content."""
+    request: FetchRequest  # without its content
     batch: Any
-    samples: int
-    """How many samples the batch has."""
+    samples: int  # how many the batch has
     failures: Sequence[FailedSample] = ()
 
 
 class Collate:
     """Makes batches of samples, on workers; `collate_fn` runs under the state of the caller.
 
-    `finish` is called with each batch, on the same worker. An error of `finish` is not counted
-    among the failures of samples.
+    `finish` is called with each batch, on the same worker; its error is no failure of a sample.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class Collate:
             else:
                 if self._finish is not None:
                     batch = self._finish(batch)
-        return Loaded(request.without_content(), batch, count, failures)
+        return Loaded(request._replace(content=None), batch, count, failures)
 
     def add_failure(
         self,
@@ -210,10 +207,7 @@ class Fetch(_Fetching):
 
 
 class AsyncFetch(_Fetching):
-    """Fetches with async functions on the event loop, at most `limit` at once.
-
-    Workers of `executor` collate.
-    """
+    """Fetches with async functions on the event loop, `limit` at once; `executor` collates."""
 
     def __init__(
         self, dataset: Any, collate: Collate, executor: DeviceExecutor, limit: int
@@ -224,10 +218,6 @@ class AsyncFetch(_Fetching):
         # Held by the batch that starts its samples, so that the first batch is ready first.
         self._turn = anyio.Lock()
 
-    async def __call__(self, request: FetchRequest) -> Loaded:
-        samples, failed = await self._fetch_each(self._asked(request))
-        return await self._executor.run_sync(self._load, request, samples, failed)
-
     def _load(
         self, request: FetchRequest, samples: list[Any], failed: list[tuple[Any, Exception]]
     ) -> Loaded:
@@ -236,10 +226,8 @@ class AsyncFetch(_Fetching):
             self._collate.add_failure(failures, request, *failed.pop(0))
         return self._batch(request, samples, failures)
 
-    async def _fetch_each(
-        self, indices: list[Any]
-    ) -> tuple[list[Any], list[tuple[Any, Exception]]]:
-        """The samples, and the index and error of each that failed."""
+    async def __call__(self, request: FetchRequest) -> Loaded:
+        indices = self._asked(request)
         samples: list[Any] = [None] * len(indices)
         failed: dict[int, Exception] = {}
 
@@ -266,4 +254,5 @@ class AsyncFetch(_Fetching):
                 await self._free.acquire()
                 group.start_soon(fetch, place)
         fetched = [sample for place, sample in enumerate(samples) if place not in failed]
-        return fetched, [(indices[place], failed.pop(place)) for place in sorted(failed)]
+        errors = [(indices[place], failed.pop(place)) for place in sorted(failed)]
+        return await self._executor.run_sync(self._load, request, fetched, errors)

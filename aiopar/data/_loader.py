@@ -246,8 +246,35 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             >>> len(AsyncDataLoader.from_dataloader(theirs))
             2
         """
+        if not isinstance(dataloader, DataLoader):
+            raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
+        # What a subclass may override to give other batches.
+        for name in ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation"):
+            # Static: two of them are properties. One object may have a method of its own.
+            if inspect.getattr_static(dataloader, name) is not vars(DataLoader)[name]:
+                raise TypeError(
+                    f"{type(dataloader).__name__} iterates in a way of its own ({name}): use it as "
+                    "the dataset of an AsyncDataLoader with batch_size=None"
+                )
+        names = inspect.signature(DataLoader).parameters.keys() - {
+            *("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
+            *("num_workers", "prefetch_factor", "pin_memory_device"),
+        }
+        arguments = {name: getattr(dataloader, name) for name in names}
+        if dataloader.batch_size is None and dataloader.batch_sampler is not None:
+            arguments["batch_sampler"] = dataloader.batch_sampler
+        else:
+            arguments.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
+            if not isinstance(dataloader.dataset, IterableDataset):
+                arguments["sampler"] = dataloader.sampler
+        if dataloader.num_workers:
+            arguments.update(
+                worker_type="process",
+                num_workers=dataloader.num_workers,
+                prefetch_factor=dataloader.prefetch_factor,
+            )
         return cls(
-            **_arguments_of(dataloader),
+            **arguments,
             device=device,
             devices=devices,
             max_failures=max_failures,
@@ -280,8 +307,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
     @property
     def generator(self) -> torch.Generator | None:
         """The generator that the samplers draw from."""
-        generator: torch.Generator | None = self._torch_loader.generator
-        return generator
+        return self._torch_loader.generator  # type: ignore[no-any-return]
 
     @property
     def drop_last(self) -> bool:
@@ -472,9 +498,7 @@ class _Settings:
     def __post_init__(self) -> None:
         self.num_workers = check_int("num_workers", self.num_workers, at_least=1)
         self.prefetch_factor = check_int("prefetch_factor", self.prefetch_factor, at_least=1)
-        self.bound = (
-            self.prefetch_factor * self.num_workers
-        )  # of the batches ready or being fetched
+        self.bound = self.prefetch_factor * self.num_workers  # of batches ready or being fetched
         if isinstance(self.timeout, int | float) and self.timeout < 0:  # torch's words
             raise ValueError(f"timeout option should be non-negative, got {self.timeout}")
         self.timeout = check_number("timeout", self.timeout, zero=True)
@@ -505,10 +529,7 @@ class _Settings:
         return self.worker_type == "process"
 
     def torch_loader(self, dataset: Any, **options: Any) -> "DataLoader[Any]":
-        """A torch loader of the dataset, which checks its own arguments and makes the samplers.
-
-        It is a `ProcessLoader` if worker processes load. Otherwise it is never iterated.
-        """
+        """A torch loader, which checks its arguments; only a `ProcessLoader` is ever iterated."""
         iterable = isinstance(dataset, IterableDataset)
         if self.processes:
             if self.kind is DatasetKind.ITERABLE and not iterable:
@@ -516,7 +537,11 @@ class _Settings:
                     'worker_type="process" needs a map-style dataset or an IterableDataset, which '
                     f"can share itself out among processes; got {type(dataset).__name__}"
                 )
-            options |= {name: getattr(self, name) for name in _PROCESS_OPTIONS}
+            names = (
+                *("num_workers", "prefetch_factor", "pin_memory", "in_order"),
+                *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
+            )
+            options |= {name: getattr(self, name) for name in names}
         # After torch's own checks, whose message on an excluded argument is the better one.
         loader: DataLoader[Any]
         if self.processes:
@@ -541,46 +566,7 @@ class _Settings:
         return loader
 
 
-_PROCESS_OPTIONS = (
-    *("num_workers", "prefetch_factor", "pin_memory", "in_order"),
-    *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
-)
-
-_COLLATORS = 2
-"""The number of threads that collate what tasks have fetched."""
-
-_DECIDE_BATCHES = ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation")
-"""What a subclass of torch's `DataLoader` may override to give other batches."""
-
-
-def _arguments_of(dataloader: "DataLoader[Any]") -> dict[str, Any]:
-    if not isinstance(dataloader, DataLoader):
-        raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
-    for name in _DECIDE_BATCHES:
-        # Static: two of them are properties. One object may have a method of its own.
-        if inspect.getattr_static(dataloader, name) is not vars(DataLoader)[name]:
-            raise TypeError(
-                f"{type(dataloader).__name__} iterates in a way of its own ({name}): use it as the "
-                "dataset of an AsyncDataLoader with batch_size=None"
-            )
-    names = inspect.signature(DataLoader).parameters.keys() - {
-        *("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"),
-        *("num_workers", "prefetch_factor", "pin_memory_device"),
-    }
-    arguments = {name: getattr(dataloader, name) for name in names}
-    if dataloader.batch_size is None and dataloader.batch_sampler is not None:
-        arguments["batch_sampler"] = dataloader.batch_sampler
-    else:
-        arguments.update(batch_size=dataloader.batch_size, drop_last=dataloader.drop_last)
-        if not isinstance(dataloader.dataset, IterableDataset):
-            arguments["sampler"] = dataloader.sampler
-    if dataloader.num_workers:
-        arguments.update(
-            worker_type="process",
-            num_workers=dataloader.num_workers,
-            prefetch_factor=dataloader.prefetch_factor,
-        )
-    return arguments
+_COLLATORS = 2  # the threads that collate what tasks have fetched
 
 
 class _EpochFactory:
@@ -618,13 +604,17 @@ class _EpochFactory:
             # One batch is copied while the consumer computes. More would take more device memory.
             copying = partial(_copied, copy=copy)
             steps.append(MapStep(copying, bound=1, in_order=settings.in_order, name=COPY))
+        bar: Callable[[], Any] | None = None
+        if settings.progress:
+            total, initial = length_of(self._sampling.loader), self._sampling.skipped
+            bar = partial(progress_bar, total, initial=initial, unit="batch")
         stream: Stream[Loaded] = Stream(
             source,
             steps,
             caller=caller,
             executor=executor,
             timeout=settings.timeout or None,
-            bar=self._bar(),
+            bar=bar,
             name="AsyncDataLoader",
             in_threads=not settings.processes,
         )
@@ -632,12 +622,6 @@ class _EpochFactory:
         epoch = Epoch(stream, self._sampling, stop, owned, delivered, *limits)
         self._epochs = [*(other for other in self._epochs if not other.gone), epoch]
         return epoch
-
-    def _bar(self) -> Callable[[], Any] | None:
-        if not self._settings.progress:
-            return None
-        total = length_of(self._sampling.loader)
-        return partial(progress_bar, total, initial=self._sampling.skipped, unit="batch")
 
     def _load(
         self,
@@ -658,7 +642,7 @@ class _EpochFactory:
             requests = AsyncRequests(sampling, executor, settings.bound)
             collators = min(workers, _COLLATORS)
             step = MapStep(collate.content, collators, bound, in_order, LOAD)
-            return requests, step, requests.release
+            return requests, step, requests.room.release
         fetch: Callable[[Any], Any]
         begin_worker: Callable[[], object] | None = None
         if kind is DatasetKind.ASYNC_MAP:

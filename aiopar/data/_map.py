@@ -7,7 +7,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from .._base.arguments import is_async, length_of, name_of
+from .._base.arguments import check_bound, is_async, length_of, name_of
 from .._base.devices import Device, default_devices, parse_devices
 from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
@@ -17,7 +17,7 @@ from ..executor._worker import retry_lost
 from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
 from ..nn._scatter_gather import move_tree
-from ._pipeline import Pipeline, check_concurrency, check_one_value, check_source
+from ._pipeline import Pipeline, check_one_value, check_source
 from ._steps import MapStep
 from ._stream import Stream, progress_bar
 
@@ -129,7 +129,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     """
     check_one_value(fn_or_module)
     check_source(source)
-    concurrency = check_concurrency(concurrency)
+    concurrency = check_bound("concurrency", concurrency)
     run: Any = fn_or_module
     if is_async(fn_or_module):
         if devices is not None:

@@ -32,10 +32,7 @@ _SMALLEST = 4096
 
 
 class PinnedBuffers:
-    """A pool of pinned buffers by size; usable from any thread.
-
-    There are at most as many buffers of a size as were in use at the same time.
-    """
+    """A pool of pinned buffers by size, as many as were in use at once; usable from any thread."""
 
     def __init__(self) -> None:
         self._lock = ReentrantLock()

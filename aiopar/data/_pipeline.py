@@ -11,6 +11,7 @@ import torch
 
 from .._base.arguments import (
     AsyncOnly,
+    check_bound,
     check_int,
     check_number,
     described,
@@ -55,28 +56,22 @@ _Parts = Iterable[U] | AsyncIterable[U]
 class VerbStart:
     """What a verb needs to know about an iteration."""
 
-    caller: CallerState
-    """The state of the reader."""
-    first: int = 0
-    """The position of the first item that the verb gets."""
-    seed: int = 0
-    """The seed of a shuffle."""
+    caller: CallerState  # of the reader
+    first: int = 0  # the position of the first item that the verb gets
+    seed: int = 0  # of a shuffle
 
 
 @dataclass(frozen=True, slots=True)
 class Verb:
     """One call on a pipeline, such as `map`."""
 
-    name: str
-    """The name in messages."""
-    build: Callable[[VerbStart], list[Step]]
-    """Returns the steps of one iteration."""
+    name: str  # in messages
+    build: Callable[[VerbStart], list[Step]]  # returns the steps of one iteration
     inputs: int | None = 1
     """How many items go in for each item that comes out. None: this depends on the items."""
     in_order: bool = True
     shuffles: bool = False
-    generator: torch.Generator | None = None
-    """The generator of a shuffle. None: torch's default generator."""
+    generator: torch.Generator | None = None  # of a shuffle; None: torch's default generator
 
 
 class Pipeline(AsyncOnly, Generic[T]):
@@ -190,7 +185,8 @@ class Pipeline(AsyncOnly, Generic[T]):
             in_order: Whether results come in the order of their items, or as soon as each is ready.
         """
         name = f"map({name_of(check_one_value(fn))})"
-        build = partial(_function_steps, fn, check_concurrency(concurrency), name, in_order)
+        concurrency = check_bound("concurrency", concurrency)
+        build = partial(_function_steps, fn, concurrency, name, in_order)
         return self._then(Verb(name, build, 1 if in_order else None, in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
@@ -203,7 +199,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         name = f"filter({name_of(check_one_value(fn))})"
         # A flat_map to one item or none.
         kept = partial(_kept_async if is_async(fn) else _kept, fn)
-        build = partial(_flat_map_steps, kept, check_concurrency(concurrency), name)
+        build = partial(_flat_map_steps, kept, check_bound("concurrency", concurrency), name)
         return self._then(Verb(name, build, None))
 
     def flat_map(
@@ -219,7 +215,7 @@ class Pipeline(AsyncOnly, Generic[T]):
             concurrency: How many items run at once; as for `map`.
         """
         name = f"flat_map({name_of(_check_function(fn))})"
-        build = partial(_flat_map_steps, fn, check_concurrency(concurrency), name)
+        build = partial(_flat_map_steps, fn, check_bound("concurrency", concurrency), name)
         return self._then(Verb(name, build, None))
 
     def shuffle(
@@ -290,17 +286,12 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         if total is not None:
             total = check_int("total", total, at_least=0)
-        following = self._copy()
-        following._bar = partial(progress_bar, total)
-        return following
+        return self._then(bar=partial(progress_bar, total))
 
-    def _then(self, verb: Verb) -> "Pipeline[Any]":
-        following = self._copy()
-        following._verbs += (verb,)
-        return following
-
-    def _copy(self) -> "Pipeline[Any]":
+    def _then(self, *verbs: Verb, bar: partial[Any] | None = None) -> "Pipeline[Any]":
         following = copy.copy(self)
+        following._verbs += verbs
+        following._bar = bar or self._bar
         following._next = following._last = None
         following._entered = {}
         return following
@@ -546,10 +537,6 @@ def check_one_value(fn: F) -> F:
     if kind is not None:
         raise TypeError(f"{fn!r} is {kind}, which makes any number of items: use Pipeline.flat_map")
     return fn
-
-
-def check_concurrency(concurrency: int | None) -> int | None:
-    return None if concurrency is None else check_int("concurrency", concurrency, at_least=1)
 
 
 def _check_function(fn: F) -> F:

@@ -44,10 +44,8 @@ class WorkerProcesses(_MultiProcessingDataLoaderIter):
     parent holds.
     """
 
-    started_in: int | None = None
-    """The id of the process; None before the first worker process is started."""
-    stop = StopFlag()
-    """Set when the epoch is closed: nobody waits for a batch any more."""
+    started_in: int | None = None  # a process's id; None before the first worker process is started
+    stop = StopFlag()  # set when the epoch is closed: nobody waits for a batch any more
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.started_in = os.getpid()
@@ -122,8 +120,7 @@ class ProcessLoader(DataLoader[Any]):
         self.lock = ReentrantLock()
         """Held while torch is called: a closed epoch may still wait for a batch when the next epoch
         begins with the same processes."""
-        self.stop = StopFlag()
-        """The flag of the running epoch."""
+        self.stop = StopFlag()  # of the running epoch
         self._indices = _EpochIndices(super()._index_sampler)
         self._processes: WorkerProcesses | None = None
         _loaders.add(self)
@@ -216,7 +213,7 @@ class ProcessBatches(Iterator[Loaded]):
         self._max_failures = max_failures
         self._failed = 0
         self._number = 0
-        self._cursor: Cursor | None = None
+        self._cursor = Cursor()  # until the epoch begins
         self._batches: Iterator[Any] | None = None
         self._state: StateLoader | None = None
         self._nothing_remains = False  # the sampler must not be iterated; see `Sampling.begin`
@@ -244,13 +241,16 @@ class ProcessBatches(Iterator[Loaded]):
             if self._requested or not isinstance(error, StopIteration):
                 return self._failure(own_traceback(error))
         if batch is END:
-            self._raise_sampler_error()
-            raise StopIteration
+            failed, self._sampler_error = self._sampler_error, None
+            try:
+                raise StopIteration if failed is None else failed
+            finally:
+                del failed  # its traceback holds this frame
         if self._sampling.kind.by_index:
             request = self._requested.popleft()
             batched = self._sampling.loader.batch_sampler is not None
             samples = len(request.content) if batched else 1
-            return Loaded(request.without_content(), batch, samples)
+            return Loaded(request._replace(content=None), batch, samples)
         request = FetchRequest(self._number, None)
         self._number += 1
         return Loaded(request, batch, self._count(batch))
@@ -274,28 +274,22 @@ class ProcessBatches(Iterator[Loaded]):
 
     def iterate(self, sampler: Any) -> Iterator[Any]:
         """Iterate the sampler of the indices; torch may iterate it twice per epoch."""
-        self._restore()
-        # Now, not at the first index: some samplers draw in `iter`.
-        return self._indices(iter(() if self._nothing_remains else sampler))
-
-    def _restore(self) -> None:
         cursor, sampling = self._cursor, self._sampling
-        assert cursor is not None  # noqa: S101
-        if not cursor.resumed:
-            return
-        if cursor.seeded:
+        if cursor.resumed and cursor.seeded:
             # torch has drawn a `base_seed`; the saved epoch, with persistent processes, had not.
             sampling.generators.restore(cursor.generators)
         # A state from the start of the epoch is loaded before torch's first `iter` only.
-        if sampling.stateful is not None and (self._state is None or cursor.delivered):
+        first = self._state is None or cursor.delivered
+        if cursor.resumed and sampling.stateful is not None and first:
             self._state = sampling.state_loader(cursor)
             self._state.before_iter()
             self._nothing_remains = cursor.last and self._state.loaded
+        # Now, not at the first index: some samplers draw in `iter`.
+        return self._indices(iter(() if self._nothing_remains else sampler))
 
     def _indices(self, contents: Iterator[Any]) -> Iterator[Any]:
         """The indices of each batch; torch asks for them."""
         cursor, sampling = self._cursor, self._sampling
-        assert cursor is not None  # noqa: S101
         if self._state is not None:
             self._state.after_iter(contents)
         skipped = 0 if sampling.stateful is not None else cursor.delivered
@@ -309,27 +303,15 @@ class ProcessBatches(Iterator[Loaded]):
             # An error raised here would make torch lose the requested batches.
             self._sampler_error = own_traceback(error)
 
-    def _raise_sampler_error(self) -> None:
-        error, self._sampler_error = self._sampler_error, None
-        try:
-            if error is not None:
-                raise error
-        finally:
-            del error  # its traceback holds this frame
-
     def _failure(self, error: BaseException) -> Loaded:
-        """The result for a batch that failed.
-
-        Raises:
-            BaseException: The error, if there are more than `max_failures`, if a process has died,
-                or if an iterable has failed, whose later samples are lost.
-        """
+        """The result for a batch that failed; raises the error if the failure is not skipped."""
         of_sample = "in DataLoader worker process" in in_words(error)
         if of_sample:
             # torch's frames refer to the error. The error's text has the process's traceback.
             error.with_traceback(None)
         error = awaitable_error(error)
         try:
+            # A process has died, or an iterable has failed, whose later samples are lost.
             if not self._requested or not of_sample:
                 raise error
             request = self._requested.popleft()
@@ -342,7 +324,7 @@ class ProcessBatches(Iterator[Loaded]):
             self._failed += 1
             index, number = (request.content, request.number) if known else (None, None)
             failed = FailedSample(index, number, without_frames(error))
-            return Loaded(request.without_content(), NO_BATCH, 0, [failed])
+            return Loaded(request._replace(content=None), NO_BATCH, 0, [failed])
         finally:
             del error  # its traceback holds this frame
 

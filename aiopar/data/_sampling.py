@@ -58,10 +58,8 @@ Source: TypeAlias = Dataset[Any] | Iterable[Any] | AsyncIterable[Any] | _Indexed
 class DatasetKind(Enum):
     """How a dataset gives its samples."""
 
-    MAP = auto()
-    """By index, from a plain `__getitem__` or `__getitems__`."""
-    ASYNC_MAP = auto()
-    """By index, from an `async def __getitem__` or `__getitems__`."""
+    MAP = auto()  # by index, from a plain `__getitem__` or `__getitems__`
+    ASYNC_MAP = auto()  # by index, from an `async def __getitem__` or `__getitems__`
     ITERABLE = auto()
     ASYNC_ITERABLE = auto()
 
@@ -143,11 +141,7 @@ _SETTINGS = ("default_generator", "set_epoch", "batch_size", "processes")
 class Sampling:
     """The order of a loader's batches, and the reader's position in it.
 
-    Args:
-        loader: A torch loader with the dataset, the samplers and the generator. Its `num_workers`
-            is 0 unless worker processes load.
-        kind: The kind of the dataset.
-        persistent: Whether workers outlive an epoch.
+    The `num_workers` of the torch loader is 0 unless worker processes load.
     """
 
     def __init__(self, loader: "DataLoader[Any]", kind: DatasetKind, *, persistent: bool) -> None:
@@ -156,8 +150,7 @@ class Sampling:
         if isinstance(self.dataset, WrappedIterable):
             self.dataset = self.dataset.source
         self.kind = kind
-        self.stateful = self._find_stateful()
-        """The sampler or dataset with its own `state_dict`; None: neither has one."""
+        self.stateful = self._find_stateful()  # the sampler or dataset; None: neither is stateful
         self.generators = Generators.of_loader(loader)
         self.restart_if_empty = False
         """Whether `stateful` was restored to its state at the end of an epoch. Then `stateful` may
@@ -213,10 +206,8 @@ class Sampling:
     def finished(self) -> None:
         assert self._cursor is not None  # noqa: S101
         self._cursor.ended = True
-        self._warn_if_longer(self._cursor.delivered)
-
-    def _warn_if_longer(self, batches: int) -> None:
-        # Once an epoch. torch warns at each excess batch, and counts a batch as one sample.
+        # One warning an epoch. torch warns at each excess batch, and counts a batch as one sample.
+        batches = self._cursor.delivered
         processes, size = self.loader.num_workers, self.loader.batch_size or 1
         length = getattr(self.loader, "_IterableDataset_len_called", None)
         # The last batch of each process may be incomplete.
@@ -227,7 +218,7 @@ class Sampling:
             f"Length of IterableDataset {reprlib.repr(self.dataset)} was reported to be {length} "
             "(when accessing len(dataloader)), but more samples have been fetched, in "
             f"{batches} batches{shared}",
-            stacklevel=5,  # the reader's line
+            stacklevel=4,  # the reader's line
         )
 
     # Saving and loading.
@@ -316,11 +307,7 @@ class Sampling:
         )
 
     def begin(self, stop: StopFlag) -> tuple[Cursor, Any, Iterator[Any]]:
-        """Begin an epoch of a plain dataset, on a worker, because a large shuffle takes time.
-
-        Returns the cursor, the iterator of the dataset or sampler, and the contents of the
-        requests.
-        """
+        """Begin an epoch of a plain dataset; return its cursor, iterator and requests' contents."""
         with self.beginning() as cursor:
             state = self._load_state(cursor)
             if state is None:
@@ -332,15 +319,15 @@ class Sampling:
             return cursor, *self.remaining(iterator, self.skipped_of(cursor, iterator), stop)
 
     def begin_async(self) -> tuple[Cursor, StateLoader | None]:
-        """Begin an epoch of an async iterable, up to its `aiter`; called on a worker.
-
-        The caller must call `after_iter` of the second result. None: no batches remain.
-        """
+        """Begin an epoch of an async iterable, up to its `aiter`; as `_load_state`, on a worker."""
         with self.beginning() as cursor:
             return cursor, self._load_state(cursor)
 
     def _load_state(self, cursor: Cursor) -> StateLoader | None:
-        """Load a state, and draw the seeds that come before `iter`; None: no batches remain."""
+        """Load a state, and draw the seeds that come before `iter`; None: no batches remain.
+
+        The caller must call `after_iter` of the result.
+        """
         goes_on = self._goes_on(cursor)
         if goes_on:
             # First, because the saved state may include the generator's state after this draw.
@@ -426,12 +413,10 @@ class Sampling:
         if cursor.midway:
             self._first = here
             return False
-        return equal_states(first, here) and self._load_initial(cursor.initial, empty)
-
-    def _load_initial(self, initial: Any, empty: bool) -> bool:
-        """Load the state from before the first `iter`; False: the state cannot be loaded."""
+        if not equal_states(first, here):
+            return False
         try:
-            self.stateful.load_state_dict(copy.deepcopy(initial))
+            self.stateful.load_state_dict(copy.deepcopy(cursor.initial))
         except Exception as error:
             if empty:
                 return False
@@ -513,10 +498,7 @@ def sample_batches(
 def draw_requests(
     sampling: Sampling, stop: StopFlag, begin_worker: Callable[[], object] | None = None
 ) -> Iterator[FetchRequest]:
-    """The requests of one epoch of a plain dataset; advanced by one thread at a time.
-
-    `begin_worker` is called on that thread before each step.
-    """
+    """The requests of one epoch of a plain dataset; `begin_worker` is called before each step."""
     if begin_worker is not None:
         begin_worker()
     cursor, iterator, contents = sampling.begin(stop)
@@ -538,19 +520,16 @@ class AsyncRequests(AsyncIterator[FetchRequest]):
     def __init__(self, sampling: Sampling, executor: DeviceExecutor, bound: int) -> None:
         self._sampling = sampling
         self._executor = executor
-        self._room = anyio.Semaphore(bound)
+        self.room = anyio.Semaphore(bound)
+        """Must be released when a batch was delivered."""
         self._make: Callable[[Any], FetchRequest | None] | None = None
         self._samples: Any = None
         self._first = END
         self._ended = False
 
-    def release(self) -> None:
-        """Make room for another request, because a batch was delivered."""
-        self._room.release()
-
     async def __anext__(self) -> FetchRequest:
         make = self._make or await self._begin()
-        await self._room.acquire()  # first: a batch that is being fetched takes room, too
+        await self.room.acquire()  # first: a batch that is being fetched takes room, too
         while True:
             content, self._first = self._first, END
             if content is END:

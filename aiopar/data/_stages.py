@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -411,7 +411,7 @@ def _ended_by(error: BaseException, name: str, position: int) -> Failure:
     return failure(error, name, position, fatal=True)
 
 
-class AsyncSource(Stage):
+class AsyncSource(TaskStage):
     """The items of an async iterable, fetched ahead by one task.
 
     The task is the only pump, and takes all items. An async generator may hold a task group or a
@@ -419,13 +419,9 @@ class AsyncSource(Stage):
     The task waits while the buffer is full, and closes the generator at the end.
     """
 
-    def __init__(self, source: AsyncIterable[Any], tasks: Tasks, *, bound: int) -> None:
-        super().__init__(MapStep(None, bound=bound, name="source"), source, _do_nothing)
-        self._tasks = tasks
+    def __init__(self, source: Any, caller: CallerState, tasks: Tasks, *, bound: int) -> None:
+        super().__init__(MapStep(None, bound=bound, name="source"), source, caller, tasks)
         self._room: Future[None] | None = None  # done when the reader has made room
-
-    def _start(self) -> None:
-        self._tasks.spawn(self._pump, self.pump_ended)
 
     def pull(self) -> Any:
         outcome = super().pull()

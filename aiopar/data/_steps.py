@@ -23,16 +23,14 @@ PENDING: Final[Any] = object()
 """There is no item yet. The stage calls its listener when there is one."""
 
 
+@dataclass(slots=True, eq=False)
 class StopFlag:
     """Tells workers that the reader has left; workers look between two items.
 
     A `threading.Event` has a lock, which must not be taken in a finalizer or after Ctrl-C.
     """
 
-    __slots__ = ("is_set",)
-
-    def __init__(self) -> None:
-        self.is_set: bool = False
+    is_set: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,12 +53,10 @@ class FailedItem:
 class Failure:
     """Takes the place of an item that failed; every later stage passes the failure on."""
 
-    error: BaseException | None
-    """None after `take`."""
+    error: BaseException | None  # None after `take`
     stage: str
     position: int
-    fatal: bool = False
-    """Whether no item can follow, because the source failed or a worker was lost."""
+    fatal: bool = False  # no item can follow: the source failed, or a worker was lost
 
     def take(self) -> BaseException:
         """Return the error, once; its traceback may refer to this object."""
@@ -106,19 +102,14 @@ def unawaited(result: Any) -> TypeError:
 class MapStep:
     """A declared stage: a function of each item, with pumps and a buffer of its own."""
 
-    fn: Callable[[Any], Any] | None
-    """None: items are only fetched ahead."""
-    concurrency: int = 1
-    """How many pumps there may be at once."""
+    fn: Callable[[Any], Any] | None  # None: items are only fetched ahead
+    concurrency: int = 1  # how many pumps there may be at once
     bound: int = 0
     """The most items that run or are ready, even if less than `concurrency`. 0: as many items may
     be ready as may run, and at least two."""
-    in_order: bool = True
-    """Whether outcomes leave in the order in which their items came."""
-    name: str = "map"
-    """The name in errors and statistics."""
-    first: int = 0
-    """The position of the first item."""
+    in_order: bool = True  # whether outcomes leave in the order in which their items came
+    name: str = "map"  # in errors and statistics
+    first: int = 0  # the position of the first item
 
     @property
     def buffer(self) -> int:
@@ -130,8 +121,7 @@ class InlineStep:
     """A declared step without workers or buffer: a generator around the iterator of the items."""
 
     wrap: Callable[[Iterator[Any]], Iterator[Any]]
-    blocks: bool = True
-    """Whether the step runs user code: then workers advance it, never the event loop."""
+    blocks: bool = True  # it runs user code: workers advance it, never the event loop
 
 
 Step: TypeAlias = MapStep | InlineStep

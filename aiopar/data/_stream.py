@@ -50,8 +50,6 @@ _TURN = 0.005
 _READING = -math.inf
 """The end of the turn while a read waits."""
 
-_GOES_ON = "; a function that runs in a thread cannot be interrupted, and goes on"
-
 
 @dataclass(frozen=True, slots=True)
 class StreamStats:
@@ -86,11 +84,7 @@ class StreamStats:
 
 
 def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any:
-    """A progress bar with rate and, if the total is known, time left; made with tqdm.
-
-    Raises:
-        ImportError: tqdm is not installed.
-    """
+    """A progress bar with rate and, if the total is known, time left; made with tqdm."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
@@ -103,11 +97,7 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any
 
 
 class Flow:
-    """The stages of one stream, from the first read to the end, on the running event loop.
-
-    Everything runs under the state of `caller`. Without an `executor`, plain functions run on CPU
-    threads of the stream's own, as many as all stages use at once.
-    """
+    """The stages of one stream, from the first read to the end, on the running event loop."""
 
     def __init__(
         self,
@@ -117,7 +107,11 @@ class Flow:
         executor: DeviceExecutor | None,
     ) -> None:
         self._caller = caller
-        each = executor is not None and _calls_each(executor)
+        # A worker in another process or machine can run only the user's function, not a pump. On an
+        # accelerator, only a call's result is complete, and ordered after the caller's launches.
+        each = executor is not None and (
+            not executor._dispatcher.shares_memory or any(map(is_accelerator, executor.devices))
+        )
         self._each = executor if each else None  # gets a call for each item
         self._given = None if each else executor  # runs pumps
         self._own: DeviceExecutor | None = None  # made if there is no `_given`
@@ -130,16 +124,11 @@ class Flow:
         self._source: Steps[Any] | None = None
         self._source_closed: Future[None] | None = None
         self.stages: list[Stage] = []
-        self._build(source, steps)
-
-    # Building. `_items` yields the items of the last step so far; if `_blocks`, `next` may block.
-
-    def _build(self, source: Iterable[Any] | AsyncIterable[Any], steps: Sequence[Step]) -> None:
-        self._items: Iterator[Any]
-        self._blocks = False
+        self._items: Iterator[Any]  # of the last step so far
+        self._blocks = False  # whether `next` of the items may block
         if isinstance(source, AsyncIterable):
             bounds = (step.buffer for step in steps if isinstance(step, MapStep))
-            self._add(AsyncSource(source, self._tasks, bound=next(bounds, 2)))
+            self._add(AsyncSource(source, self._caller, self._tasks, bound=next(bounds, 2)))
         elif type(source) in CONTAINERS:
             self._items = iter(source)
         else:
@@ -236,11 +225,7 @@ class Flow:
         self.notify()
 
     async def aclose(self) -> None:
-        """Close, and wait until no task, thread or open generator is left.
-
-        Tasks of an event loop that does not run any more are not waited for. Raises the error of a
-        generator that fails when it is closed.
-        """
+        """Close, and wait until no task, thread or open generator is left."""
         self.close()
         with cancel_scope(shield=True):
             for stage in self._ending:
@@ -274,13 +259,6 @@ class Flow:
             self._given = None  # it was shut down: use threads of the stream's own
             return self._close_items()
         return call.future
-
-
-def _calls_each(executor: DeviceExecutor) -> bool:
-    """Whether each item must be a call of its own."""
-    # A worker in another process or machine can run only the user's function, not a pump. On an
-    # accelerator, only the result of a call is complete, and ordered after the caller's launches.
-    return not executor._dispatcher.shares_memory or any(map(is_accelerator, executor.devices))
 
 
 def _close(stages: Sequence[WorkerStage], source: Steps[Any] | None) -> None:
@@ -398,16 +376,14 @@ class Stream(AsyncOnly, Generic[T]):
             await anyio.lowlevel.checkpoint()
         finally:
             self._turn_ends = perf_counter() + _TURN
-        return self._flow or self._begin()
-
-    def _begin(self) -> Flow:
-        if self._plan is None:
-            raise StopAsyncIteration
-        if self._bar is not None:
-            self._bar = self._bar()
-        self._began = perf_counter()
-        plan, self._plan = self._plan, None
-        self._flow = Flow(*plan)
+        if self._flow is None:
+            if self._plan is None:
+                raise StopAsyncIteration
+            if self._bar is not None:
+                self._bar = self._bar()
+            self._began = perf_counter()
+            plan, self._plan = self._plan, None
+            self._flow = Flow(*plan)
         return self._flow
 
     async def _slow_next(self, flow: Flow, item: Any) -> T:
@@ -446,7 +422,8 @@ class Stream(AsyncOnly, Generic[T]):
         raise TimeoutError(
             f"{self.name}: item {self.delivered} did not come within {self._timeout} s; "
             + ", ".join(stage.doing for stage in flow.stages)
-            + (_GOES_ON if self._in_threads else "")
+            + "; a function that runs in a thread cannot be interrupted, and goes on"
+            * self._in_threads
         )
 
     def _skip(self, failed: Failure) -> None:
