@@ -36,7 +36,7 @@ def held_across_fork() -> "threading.RLock":
 
 
 class Registry(Generic[T]):
-    """A thread-safe set of weakly referenced objects; a forked child repairs each `in_child`."""
+    """A thread-safe set of weak references; a forked child calls `in_child` with each object."""
 
     def __init__(self, in_child: Callable[[T], object] | None = None) -> None:
         self._members: weakref.WeakSet[T] = weakref.WeakSet()
@@ -50,8 +50,8 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         """Iterate over the objects that are alive at this moment."""
         while True:
-            # The set raises RuntimeError if another thread adds an object meanwhile. A lock in its
-            # place would stay held in a forked child, or in a thread that a handler interrupts.
+            # The set raises RuntimeError if another thread adds an object meanwhile. A lock would
+            # not do: a forked child, or a handler, could find it held for ever.
             with suppress(RuntimeError):
                 return iter(tuple(self._members))
 
@@ -78,7 +78,7 @@ class ReentrantLock(RLock):  # type: ignore[misc]  # only type checkers take it 
 
     @property
     def held_here(self) -> bool:
-        """Whether this thread holds the lock: a destructor or handler interrupts a change."""
+        """Whether this thread holds the lock: a destructor or handler then interrupts a change."""
         held: bool = self._is_owned()  # type: ignore[attr-defined]  # as `threading` does
         return held
 
@@ -97,7 +97,7 @@ _making_sockets = held_across_fork()
 def own_socketpair() -> tuple[socket.socket, socket.socket]:
     """A pair of connected sockets without copies in forked children.
 
-    So each socket reads its end as soon as this process ends.
+    So the process at the other end sees the end of this process at once.
     """
     with _making_sockets:
         pair = socket.socketpair()

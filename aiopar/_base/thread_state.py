@@ -135,7 +135,7 @@ if torch.backends.mps.is_built():  # torch's function forgets MPS
 
 
 def is_fresh() -> bool:
-    """Whether calls take along from this thread what they take from a new thread."""
+    """Whether calls take the same state along from this thread as from a new thread."""
     return (
         torch.is_grad_enabled()
         and not _C._len_torch_function_stack()
@@ -278,7 +278,7 @@ def _clear() -> None:
     for _ in range(_C._len_torch_function_stack()):
         _C._pop_torch_function_stack()
     _pop_hooks()
-    # Else the next `set_default_device` would leave a mode that is not on the stack any more.
+    # Else the next `set_default_device` would exit a mode that is not on the stack any more.
     _default_device.__dict__.pop("device_context", None)  # None there breaks torch 2.9
 
 
@@ -308,8 +308,8 @@ def _set(state: TorchState) -> None:
 class _InferenceMode(threading.local):
     """Sets inference mode of this thread without a block."""
 
-    # The destructor of a guard restores the mode from before the guard. So the last guard is kept,
-    # and left before the next guard is entered, when all other state is clear.
+    # The destructor of a guard restores the mode from before the guard. So the last guard is kept.
+    # It is left just before the next one is entered, when all other state is clear.
 
     _guard: Any = None
 
@@ -420,8 +420,8 @@ _MOST_CAUSES = 10  # that are searched: a user's errors may be a cycle
 def free_failed_backwards(error: BaseException | None = None) -> None:
     """Free what failed backwards have left on this thread.
 
-    With the `error` of a call, only if a backward has raised `error`. Without one the thread ends:
-    then only if operations were recorded on it.
+    After a call with an `error`, this happens only if a backward has raised the error. At the end
+    of the thread (None), it happens only if operations were recorded on the thread.
     """
     if _autograd._get_sequence_nr() if error is None else _failed_in_backward(error):
         with fresh(), suppress(RuntimeError):  # a forked child may be unable to run one
@@ -464,7 +464,7 @@ class CallerState:
     @property
     def streams(self) -> tuple[CallerStream, ...]:
         """The caller's current stream of every accelerator; empty if none is in use."""
-        devices = accelerators_in_use()  # none in a forked child: it must not wait for these
+        devices = accelerators_in_use()  # none in a forked child, which cannot wait for streams
         # If no accelerator was in use at the capture, the caller had set no stream.
         return (self._streams or default_streams(devices)) if devices else ()
 

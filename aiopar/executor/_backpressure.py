@@ -54,7 +54,7 @@ class Admission:
         self._admit()
 
     def request_now(self, call: Call[Any], group: Sequence[Worker]) -> Worker:
-        """Return a worker that has room now, which no waiting request reserves, or `QueueFull`."""
+        """Return a worker with room that no waiting request reserves; QueueFull if none has."""
         with self._lock:
             waiting = {groups for _, groups, _ in tuple(self._waiting.values())}
             reserved = {worker for groups in waiting for some in groups for worker in some}
@@ -95,7 +95,7 @@ class Admission:
     def _admit(self) -> None:
         while (request := self._next()) is not None:
             put, workers = request
-            put(workers)  # without the lock: observers are called, too
+            put(workers)  # without the lock, because `put` calls observers
 
     def _next(self) -> tuple[Callable[[list[Worker]], object], list[Worker]] | None:
         """Remove the first request for which there is room; return its `put` and its workers."""

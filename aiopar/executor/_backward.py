@@ -33,9 +33,9 @@ def backward(
     state when it is called, and queues the work when it is awaited. After the `await`, `.grad` of
     every leaf is complete on its device.
 
-    Several backwards may run at once, also into the same parameters: only the order of the sums
-    differs. They must not share a graph, unless each backward retains it. As with torch, no
-    optimizer may step meanwhile.
+    Several backwards may run at once, also into the same parameters: only the order in which
+    gradients are added varies. They must not share a graph, unless each backward retains it. As
+    with torch, no optimizer may step meanwhile.
 
     If the `await` is cancelled, a backward that has not started is dropped, and no gradient
     changes. A running backward is awaited before the cancellation goes on. Hooks of CPU tensors run
@@ -43,8 +43,8 @@ def backward(
     own thread per device.
 
     Differences from torch: `backward` is awaited. `inputs` may be any mapping. Lengths that differ,
-    no loss and empty `inputs` raise `ValueError` (torch raises `RuntimeError` or nothing). There is
-    no deprecated `grad_variables`.
+    no loss and empty `inputs` raise `ValueError` (torch: `RuntimeError` or no error). There is no
+    deprecated `grad_variables`.
 
     Args:
         loss_or_losses: One or several tensors or gradient edges.
@@ -124,7 +124,7 @@ def _backward(
 ) -> None:
     # Shared parameters need no lock. All live graphs share the AccumulateGrad node of a parameter,
     # which adds under a mutex and, on an accelerator, on one stream. A later graph has a new node,
-    # on another stream, only when the earlier graphs are freed. By then their kernels are done: a
+    # on another stream, only after the earlier graphs were freed. By then their kernels are done: a
     # call holds its losses, and so the graph, until its kernels are done (`Launches`).
     torch.autograd.backward(
         losses,  # type: ignore[arg-type]  # mixes of tensors and edges, which torch takes
@@ -139,8 +139,8 @@ def _backward(
 def _await_other_devices(losses: Sequence[_Differentiable]) -> None:
     """Make the worker wait for gradients on other accelerators than its own.
 
-    The call ends with an event on the worker's own stream. On other accelerators, torch orders the
-    gradients before the current stream of this thread.
+    The call ends with an event on the worker's own stream. On other accelerators, torch lets the
+    current stream of this thread wait for the gradients.
     """
     worker = current_worker()
     own = torch.device("cpu") if worker is None else worker.device

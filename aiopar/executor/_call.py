@@ -1,4 +1,4 @@
-"""A call on its way to a worker: a function, its arguments, its caller's state; and its queue."""
+"""`Call`, a function with arguments and a caller's state; `CallQueue`, the calls for a worker."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,11 +35,11 @@ class CallQueue:
     No call is lost. `put` appends the call, then looks for an idle worker. A worker registers as
     idle, then looks for a call (`take`) before it sleeps. The lock of the deque orders the append
     and that look, also without a GIL: either the worker finds the call, or `put` finds the worker.
-    A registered worker that takes no call of this queue calls `wake_for_rest`.
+    A worker that unregisters without a call of this queue calls `wake_for_rest`.
 
     Args:
         device: The device of the workers.
-        owner: The executor whose workers run the calls; None: any worker may help.
+        owner: The executor whose workers run the calls. None: any worker may help.
     """
 
     def __init__(self, device: torch.device, owner: object = None) -> None:
@@ -71,7 +71,7 @@ class CallQueue:
             try:
                 self._wake_one()
             except BaseException:
-                with suppress(ValueError):  # a busy worker has taken the call
+                with suppress(ValueError):  # a busy worker may have taken the call
                     self.calls.remove(call)
                 raise
 
@@ -88,7 +88,7 @@ class CallQueue:
     def _wake_one(self) -> None:
         try:
             worker = self.idle.pop()
-        except IndexError:  # another call has woken the last one
+        except IndexError:  # another call has woken the last idle worker
             return
         try:
             worker.wake()
@@ -97,7 +97,7 @@ class CallQueue:
             raise
 
     def wake_for_rest(self) -> None:
-        """Wake a worker if calls wait: the worker that was woken for them may not take one."""
+        """Wake a worker if calls wait: the one that was woken for them perhaps takes none."""
         if self.calls and self.idle:
             with suppress(RuntimeError):  # if no thread can be started, a busy worker takes them
                 self._wake_one()
@@ -143,7 +143,7 @@ class Call(Generic[T]):
     left = False
     """Whether its caller has left while it ran: nobody waits for the result."""
     on_left: Callable[[], object] | None = None
-    """Called when the caller leaves, from any thread. Who sets it looks at `left` afterwards."""
+    """Called when the caller leaves, from any thread. Its setter looks at `left` afterwards."""
 
     def __init__(
         self, fn: Callable[..., T], args: tuple[Any, ...], state: CallerState | None = None
@@ -202,7 +202,7 @@ class Call(Generic[T]):
         on_claimed, self.on_claimed = (
             self.on_claimed,
             None,
-        )  # two threads may come; that is harmless
+        )  # two threads may do this at once, which is harmless
         if on_claimed is not None:
             on_claimed(self)
 
@@ -215,7 +215,7 @@ class FutureCall(Call[T]):
     ) -> None:
         super().__init__(fn, args, state)
         self.future: Future[T] = Future()
-        self.future.call = self  # a cycle until the call has ended: waiters and cancellers need it
+        self.future.call = self  # a cycle until the call ends: waiters and cancellers need the call
 
     def claim(self) -> bool:
         return self.future.claim()

@@ -24,9 +24,9 @@ _current: ContextVar[DeviceExecutor | None] = ContextVar("aiopar_executor", defa
 
 
 def _get_default() -> DeviceExecutor:
-    """The default executor: a new one at first, after a shutdown and in a forked child.
+    """The default executor. It is made at its first use, after a shutdown and in a forked child.
 
-    While it drains, its own calls still get it.
+    While the default executor drains, its running calls still get it.
     """
     global _default  # noqa: PLW0603  # one for the process
     with _lock:
@@ -40,9 +40,9 @@ def get_executor() -> DeviceExecutor:
     """The current executor: that of the innermost `use_executor`, else the process's default.
 
     The default executor has a worker for every accelerator, or for every CPU core if there is no
-    accelerator. It grows when a parallel call needs more workers of a device. Calls without a
-    device stay on its first devices. At interpreter exit its queued calls run. A forked child has a
-    new default executor; so has a process that has shut the last one down.
+    accelerator. It grows when a parallel call needs more workers of a device. A call that names no
+    device runs on the first devices. At interpreter exit the queued calls run. A forked child makes
+    a new default executor, and so does a process that has shut its last one down.
 
     Example:
         >>> import aiopar
@@ -53,9 +53,9 @@ def get_executor() -> DeviceExecutor:
 
 
 def executor_near(device: torch.device) -> DeviceExecutor:
-    """The current executor's workers on `device`; all its workers if it has none there.
+    """The current executor's workers on `device`; all its workers if none is on `device`.
 
-    If its workers are other processes: the default executor's.
+    If its workers are other processes, the default executor is used in its place.
     """
     executor = get_executor()
     if not executor._dispatcher.shares_memory:

@@ -71,7 +71,7 @@ async def await_call(
             raise
         if call.error is not None:
             raise awaitable_error(call.error)
-        return call.result  # type: ignore[return-value]  # it has one
+        return call.result  # type: ignore[return-value]  # a call without error has a result
     finally:
         del call, awaiter  # an error's traceback holds this frame, which must not hold the error
 
@@ -150,7 +150,7 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: This machine does not have a device, there is no device, or a bound is below 1.
+        ValueError: A device does not exist, `devices` is empty, or a bound is below 1.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -228,9 +228,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     ) -> list[Future[R]]:
         """Run calls at the same time, each on a worker of its own (a gang).
 
-        The calls are queued together, so that two gangs cannot deadlock, each on a worker that the
-        other gang needs. If a call fails, the calls that have not started are dropped, and their
-        futures have the same error. Calls that wait in a meeting (`current_replica`) are released.
+        The calls are queued together, so that two gangs never wait for each other. If a call fails,
+        the calls that have not started are dropped, and their futures have the same error. Calls
+        that wait in a meeting (`current_replica`) are released.
 
         Args:
             calls: Functions without arguments, or tuples `(fn, *args)`.
@@ -271,7 +271,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         Args:
             device: The view has the workers of this device.
             worker: The view has the worker of this index only.
-            synchronize: As for the executor, for the calls made through the view; None: as here.
+            synchronize: As for the executor, but for calls made through the view. None: as here.
 
         Raises:
             TypeError: `device` is no device, or `worker` is no int.
@@ -296,7 +296,7 @@ class DeviceExecutor(concurrent.futures.Executor):
     def _one_for_each(
         self, devices: Sequence[torch.device], taken: Sequence[Worker] = ()
     ) -> list[Worker]:
-        """A worker of its own for each of `devices`: one that is least often in `taken`."""
+        """Choose a distinct worker on each of `devices`, one that is least often in `taken`."""
         chosen: list[Worker] = []
         for group in self._dispatcher.groups_on(devices):
             chosen.append(min((w for w in group if w not in chosen), key=taken.count))
@@ -320,7 +320,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         *args: *Ts,
         abandon_on_cancel: bool = False,
     ) -> Coroutine[Any, Any, T]:
-        """Await `fn(*args)` on the least loaded worker, with the lowest overhead.
+        """Await `fn(*args)` on the least loaded worker, with less overhead than `submit`.
 
         The caller's state is captured here; the call is queued when the coroutine is awaited. If
         the `await` is cancelled, a call that has not started is dropped. A running call is awaited
@@ -359,7 +359,7 @@ class DeviceExecutor(concurrent.futures.Executor):
             buffer: The maximum number of items that are ready before they are read.
 
         Returns:
-            The iterator, for `async for`; `async with` closes the generator at its end.
+            The iterator, for `async for`. The end of an `async with` closes the generator.
 
         Raises:
             TypeError: `fn` is not callable, or is a coroutine function; or `buffer` is no int.
@@ -393,9 +393,9 @@ class DeviceExecutor(concurrent.futures.Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Take no more calls, and (`wait`) block until the queued calls have run.
 
-        Calls that running calls submit run too, unless `cancel_futures` (`concurrent.futures` would
-        refuse them). `shutdown` may be called more than once, from any thread. Inside a call of
-        this executor it does not wait.
+        Running calls may still submit calls, which run too (`concurrent.futures` refuses them),
+        unless `cancel_futures` is set. `shutdown` may be called more than once, from any thread.
+        Inside a call of this executor it does not wait.
 
         With `cancel_futures`, processes and actors that run a call are killed: the call raises
         `WorkerLost` (`concurrent.futures` waits for the call). Running calls of threads run on.
@@ -412,22 +412,22 @@ class DeviceExecutor(concurrent.futures.Executor):
 
     @property
     def ready(self) -> bool:
-        """Whether it takes calls."""
+        """Whether the executor takes calls."""
         return not self.closed
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed."""
+        """Whether the executor was closed."""
         return self._dispatcher.pool.closed
 
     @property
     def alive(self) -> bool:
-        """Always True: an executor may be a resource of `aiopar.asgi.lifespan`."""
+        """Always True. `aiopar.asgi.lifespan` asks every resource for this."""
         return True
 
     @property
     def _seconds_busy(self) -> float:
-        """How long each worker has run one call, at least."""
+        """The shortest time that a worker has spent in its present call."""
         return min((one.seconds_in_call for one in self._dispatcher.workers), default=0.0)
 
     async def aclose(
@@ -477,7 +477,7 @@ class DeviceExecutor(concurrent.futures.Executor):
         return ExecutorStats(tuple(worker.stats() for worker in self._dispatcher.workers))
 
     def add_observer(self, observer: ExecutorObserver) -> None:
-        """Call `observer` for every call queued from now on, on all workers, also through a view.
+        """Call `observer` for every later call, on all workers, even if it is added to a view.
 
         Raises:
             TypeError: `observer` is no `ExecutorObserver`.

@@ -86,8 +86,8 @@ def device_of(*values: object) -> torch.device:
 def wait(future: Future[T] | Coroutine[Any, Any, T]) -> T:
     """Block until `future` is done, and return its value or raise its error.
 
-    Mirrors `torch.jit.wait`, for functions that run on workers. If the call has not started, a
-    waiting worker of the same executor runs it: nested calls never deadlock. `wait` also drives
+    Mirrors `torch.jit.wait`. It is made for calls on workers. If the call has not started,
+    a waiting worker of the same executor runs it: nested calls never deadlock. `wait` also drives
     aiopar's own coroutines, so that parallel models nest: `aiopar.wait(dp(x))`.
 
     Args:

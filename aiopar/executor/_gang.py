@@ -59,7 +59,7 @@ class Replica:
         Raises:
             ReplicaAborted: Another replica failed or has returned, or the call was cancelled.
         """
-        # Not on `self._stream`: a call that this replica forked may run on another stream.
+        # `self._stream` would be wrong: a forked call of this replica may run on another stream.
         event = None if self._stream is None else record_event(current_stream(self.device))
         self._round += 1
         values = self._gang.meet(self.index, self._round, (value, event))
@@ -67,8 +67,8 @@ class Replica:
 
     def _received(self, value: T, event: torch.Event | None) -> T:
         if event is not None:
-            # Kernels of the other replica may still run. Later kernels of this replica must wait
-            # for them: on its own device, and on the other device when it copies from there.
+            # Kernels of the other replica may still write the tensors. Later kernels
+            # and copies that this thread launches on the tensors' devices must wait for them.
             found = [tensor for tensor in tensors(value) if is_accelerator(tensor.device)]
             for stream in {current_stream(tensor.device) for tensor in found}:
                 stream.wait_event(event)
@@ -78,8 +78,8 @@ class Replica:
     def on_abort(self, callback: Callable[[], object]) -> None:
         """Call `callback()` when another replica fails or the parallel call is cancelled.
 
-        If this has happened already, `callback` is called now. It can end a wait that aiopar does
-        not know: `on_abort(my_barrier.abort)`. Its errors are logged.
+        If this has happened already, `callback` is called now. The callback can end a wait that
+        aiopar does not know: `on_abort(my_barrier.abort)`. Its errors are logged.
         """
         self._gang.on_abort(callback)
 
@@ -125,8 +125,8 @@ def current_replica() -> Replica:
 class Gang:
     """The shared state of the calls of one gang: their meetings, and whether one has failed.
 
-    It refers to its members only until they start or are dropped: later the error of a member,
-    whose traceback may refer to the gang, would be part of a reference cycle that keeps tensors.
+    A gang refers to a member only until the member starts or is dropped. Later the member may have
+    an error whose traceback refers to the gang: the reference cycle would keep tensors.
     """
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ class Gang:
         self._unstarted.pop(index, None)
 
     def meet(self, index: int, round_number: int, value: T) -> list[T]:
-        """Give the value of replica `index` to its n-th meeting; return those of all replicas."""
+        """Give the value of replica `index` to a meeting; return the values of all replicas."""
         with self._lock:
             arrived = self._rounds.setdefault(round_number, {})
             arrived[index] = value
@@ -170,7 +170,7 @@ class Gang:
             gate = threading.Lock()
             gate.acquire()
             with self._lock:
-                # Before the checks: a garbage collection may interrupt them and abort the gang.
+                # Append first: a garbage collection may interrupt the checks and abort the gang.
                 self._gates.append(gate)
                 if len(arrived) == self.count:
                     return [arrived[replica] for replica in range(self.count)]
@@ -186,7 +186,7 @@ class Gang:
             gate.acquire()
 
     def _open_gates(self) -> None:
-        """Wake the waiting members, which check again; called with the lock held."""
+        """Wake the waiting members, which look again; called with the lock held."""
         while self._gates:
             self._gates.pop().release()
 
@@ -249,7 +249,7 @@ def _call_back(callback: Callable[[], object]) -> None:
 class GangCall(FutureCall[T]):
     """One member of a gang."""
 
-    # Inside a waiting call it could wait for a member that waits for that call.
+    # Inside a waiting call, this member could wait for another one that waits for that call.
     helpable = False
 
     def __init__(

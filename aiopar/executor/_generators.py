@@ -29,8 +29,8 @@ class Steps(Generic[T]):
 
     The first step calls `make`, which returns the generator or any other iterable. The generator
     keeps its own context variables (`context`, or a copy of the caller's) and torch state between
-    steps: a `with torch.no_grad(): yield` does not change the state of the thread. Each step must
-    run under the state of `caller`, as a call with that state does. An error ends the iterator.
+    steps: a `with torch.no_grad(): yield` does not change the state of the thread. Take each step
+    under the state of `caller`, as in a call with that state. An error ends the iterator.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Steps(Generic[T]):
             if self.closable:
                 self.ended = True
                 with self._suspended or SuspendedState(self._caller):
-                    self._context.run(self._iterator.close)  # type: ignore[union-attr]  # it can
+                    self._context.run(self._iterator.close)  # type: ignore[union-attr]  # closable
         finally:
             self.ended = True
             self._iterator = self._make = None
@@ -104,9 +104,9 @@ class Iteration(AsyncOnly, Generic[T]):
     """An async iterator over a sync generator; `DeviceExecutor.iterate` returns it.
 
     Each step is a call of its own on one worker, which is free between steps. The end of an
-    `async with` closes the generator; after the `break` of a plain `async for`, the collection of
-    the iterator does. An error of the generator is raised in place of the item, and ends the
-    iteration. One task may read at a time. A cancelled read loses no item.
+    `async with` closes the generator. After a `break` in a plain `async for`, the generator is
+    closed when the iterator is collected. An error of the generator is raised in place of the item,
+    and ends the iteration. One task may read at a time. A cancelled read loses no item.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Iteration(AsyncOnly, Generic[T]):
         self._name = name_of(make)
         self._steps = Steps(make, caller)
         self._buffer = buffer
-        self._lock = threading.RLock()  # a destructor that interrupts it may cancel a queued step
+        self._lock = threading.RLock()  # a destructor may interrupt its holder and cancel a step
         self._ahead: deque[Future[list[T]]] = deque()
         """The steps whose items were not read; only the last one may be unfinished."""
         self._reading = False
@@ -146,7 +146,7 @@ class Iteration(AsyncOnly, Generic[T]):
         try:
             item = await self._next()
         except StopAsyncIteration as error:
-            # It would end the reader's `async for` and hide the failure.
+            # StopAsyncIteration would end the reader's `async for` and hide the failure.
             raise RuntimeError("the generator raised StopAsyncIteration") from error
         finally:
             self._reading = False
@@ -195,8 +195,8 @@ class Iteration(AsyncOnly, Generic[T]):
     async def aclose(self) -> None:
         """Close the generator on its worker, after a running step; later calls do nothing.
 
-        A cancelled `aclose` waits for the end, then raises the cancellation. If the generator fails
-        when it is closed, the first `aclose` raises its error.
+        A cancelled `aclose` closes the generator, then raises the cancellation. If the generator
+        fails when it is closed, the first `aclose` raises its error.
         """
         await close_fully(self._close)
 
@@ -234,7 +234,7 @@ class Iteration(AsyncOnly, Generic[T]):
         closing.add_done_callback(partial(self._closed_by_worker, closed))
 
     def _closed_by_worker(self, closed: Future[Any], closing: Future[Any]) -> None:
-        if closing.cancelled():  # the executor was shut down; this thread may run an event loop
+        if closing.cancelled():  # by a shutdown; perhaps on an event loop's thread
             in_own_thread("aiopar-iterate", partial(_complete, closed, self._steps.close))
         else:
             _complete(closed, closing.value)

@@ -47,9 +47,10 @@ class Tasks:
         return not self.finished if self._loop is None else self._loop.is_running()
 
     def spawn(self, fn: _Body, ended: Callable[[], object] = lambda: None) -> None:
-        """Run `fn` in a new task; from any thread. It may raise only errors that `must_propagate`.
+        """Run `fn` in a new task; from any thread.
 
-        `ended` is called when the task has ended, also if it was cancelled before its start.
+        `fn` may raise only errors for which `must_propagate` is True. `ended` is called when
+        the task has ended, also if it was cancelled before its start.
         """
         if not self._runs_here():
             self._waker.post(partial(self.spawn, fn, ended))
@@ -80,7 +81,7 @@ class Tasks:
         caller = self._caller
         trio_module = sys.modules["trio"]
         scope: trio.CancelScope = trio_module.CancelScope()
-        # `shield` cannot make the inner scope: that would be inside the scopes which an async
+        # `shield` cannot make the inner scope: its scope would be inside those that an async
         # generator holds open from one item to the next.
         inner: trio.CancelScope = trio_module.CancelScope()
 
@@ -90,7 +91,7 @@ class Tasks:
                     await caller.drive(fn)
             except trio_module.Cancelled:
                 # The run ends, or a generator has left a scope that it held open at a `yield`.
-                # Nothing else would catch the cancellation, and it would end the run.
+                # Nothing else would catch this error, which would end the run.
                 pass
             finally:
                 del self._running[trio_module.lowlevel.current_task()]
@@ -134,7 +135,7 @@ class Tasks:
         return is_cancellation(error) or isinstance(error, (KeyboardInterrupt, SystemExit))
 
     async def close(self, iterator: Any, what: str) -> None:
-        """Close an async iterator if it can be closed; the last step of the calling task.
+        """Close an async iterator, if it can be closed, as the last step of the calling task.
 
         The task is shielded from now on. An error is logged, with `what` as the iterator's name.
         """
@@ -157,7 +158,7 @@ class Tasks:
 
 def is_cancellation(error: BaseException) -> bool:
     """Whether the running loop cancels a task with `error`; False if no loop runs."""
-    # Not by anyio, which answers only within a task: the garbage collector may end a task anywhere.
+    # anyio's function works only within a task, but the garbage collector may end a task anywhere.
     if asyncio._get_running_loop() is not None:
         return isinstance(error, asyncio.CancelledError)
     return in_event_loop() and isinstance(error, sys.modules["trio"].Cancelled)
@@ -179,7 +180,7 @@ def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:
     if loop is not None:
         # In an empty context: asyncio keeps the context of a cancelled timer until its time.
         return loop.call_later(seconds, fn, context=contextvars.Context()).cancel
-    if not in_event_loop():  # a coroutine is closed after its loop
+    if not in_event_loop():  # the caller is closed after its loop has ended
         return lambda: None
     trio_module = sys.modules["trio"]
     scope: trio.CancelScope = trio_module.CancelScope()
@@ -205,7 +206,7 @@ class Repeating:
 
     @property
     def late(self) -> float:
-        """How many seconds ago the next call was due; in `fn`, this call."""
+        """How many seconds ago the next call was due; while `fn` runs, the running call."""
         return monotonic() - self._due
 
     def cancel(self) -> None:

@@ -104,10 +104,10 @@ def _tell(observers: Iterable[object], event: str, args: tuple[Any, ...]) -> Non
 
 
 class Observers(Generic[O]):
-    """The observers of one object; from any thread.
+    """The observers of one object. Thread-safe.
 
-    Keep `current` for the events of one call, item or batch. `everywhere` also adds its observers,
-    now and later; its makers get the `name` of the observed object.
+    Read `current` once for all events of one call, item or batch. The makers of `everywhere` add
+    observers too, now and later. A maker gets `name`, the name of the observed object.
     """
 
     def __init__(self, everywhere: "ProcessObservers[O]", name: str = "") -> None:
@@ -147,9 +147,9 @@ class Observers(Generic[O]):
 
 
 class ProcessObservers(Generic[O]):
-    """Observers, of one base class, of all executors or all batchers in this process.
+    """Makers of observers, of one base class, for all executors or all batchers in this process.
 
-    A maker gets the name of such an object and returns the observer for it.
+    A maker gets the name of an executor or batcher, and returns the observer for it.
     """
 
     def __init__(self, kind: type[O]) -> None:

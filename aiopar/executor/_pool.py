@@ -30,7 +30,7 @@ from ._worker_thread import ThreadWorker
 T = TypeVar("T")
 
 _pools: "Registry[WorkerPool]" = Registry()
-# In a registry of their own: threads of an executor that was never closed outlive its pool.
+# Kept apart from `_pools`: threads of an executor that was never closed outlive its pool.
 _workers: Registry[Worker] = Registry()
 _exiting = threading.Event()
 
@@ -78,8 +78,8 @@ class WorkerPool:
         self.by_device: defaultdict[torch.device, list[Worker]] = defaultdict(list)
         """The workers of each device, in the order of their repeats."""
         self._make_worker = partial(make_worker, shares=CoreShares(num_threads))
-        # An executor with fixed workers runs its calls on them only. The calls of the default
-        # executor may be helped by any worker. (A token: threads may outlive the pool.)
+        # An executor with fixed workers runs its calls on them only. Any worker may help with calls
+        # of the default executor. (A token: threads may outlive the pool.)
         self._owner = None if grows else object()
         self._shared: dict[torch.device, CallQueue] = {}
         """The queue that the workers of a device share; a worker of an accelerator shares none."""
@@ -137,7 +137,7 @@ class WorkerPool:
         _workers.add(worker)
 
     def ensure(self, devices: Sequence[torch.device]) -> None:
-        """Have a worker for each `(device, k-th repeat)`, if this pool may grow."""
+        """Have as many workers on a device as `devices` names it, if this pool may grow."""
         for device in dict.fromkeys(devices) if self._owner is None else ():
             siblings, wanted = self.by_device[device], devices.count(device)
             if len(siblings) < wanted:
@@ -162,7 +162,7 @@ class WorkerPool:
                     if worker in held:
                         held.remove(worker)
                 if not self.by_device[worker.device]:
-                    self._shared.pop(worker.device, None)  # the last worker serves it to its end
+                    self._shared.pop(worker.device, None)  # the last worker empties the queue
         for worker in workers:
             worker.leave()
         if self.admission is not None:
@@ -289,7 +289,7 @@ class WorkerPool:
 
     def _queue_gang(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         try:
-            # A gang that waited for room while the pool was closed was accepted before.
+            # While the pool closes, gangs that waited for room are queued: they were accepted.
             if self._state >= _PoolState.DRAINED:
                 self.check_open()
             for call, worker in zip(calls, workers, strict=True):
@@ -394,7 +394,7 @@ def _take_back(call: Call[Any]) -> bool:
 
 
 def _kill_hosts() -> None:
-    """Kill the hosts that run calls; of executors that are being closed, also drop queued calls."""
+    """Kill the hosts that run calls; drop the queued calls of executors that are being closed."""
     for pool in _pools:
         if pool.closed:
             pool.close(cancel_queued=True)

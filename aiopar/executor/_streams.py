@@ -35,7 +35,7 @@ class Launches:
     The kernels of a call run after all kernels that its callers had launched. The call ends when
     its result is complete on the device. The worker of an accelerator has a stream of its own, and
     takes the next call after a launch. A second thread, the completion thread, waits for the events
-    of each call, in the order of the stream; `synchronize` releases the GIL, polling does not. A
+    of each call, in the order of the stream; it waits by `synchronize`, which releases the GIL. A
     CPU worker has no stream: its calls launch on the default streams, and it waits for them itself.
     """
 
@@ -82,7 +82,7 @@ class Launches:
                 return
             others = set()
             # A wait on a default stream would delay all other users of that stream. So this thread
-            # waits for callers on other streams.
+            # blocks until the kernels of callers on other streams are done.
             for caller in callers:
                 if caller.event is not None:
                     caller.event.synchronize()
@@ -109,8 +109,8 @@ class Launches:
             if self.stream is not None and call.synchronize and self._count_launched():
                 self._queue.put((events, call))
                 return True
-            # On a CPU worker off the default stream, wait even without `synchronize`: the call may
-            # run inside another call, and its callers cannot be ordered after that call's stream.
+            # If a CPU worker is not on the default stream, wait even without `synchronize`: the
+            # call may run inside another call, and no caller can be ordered after its stream.
             if call.synchronize or (self.stream is None and _devices_off_default()):
                 _synchronize(events)
             self._order_callers(call, events)
@@ -205,6 +205,6 @@ def _synchronize(events: list[torch.Event]) -> None:
 def _devices_off_default() -> list[torch.device]:
     """The accelerators whose current stream on this thread is not the default stream.
 
-    A call that runs inside a waiting call may find another stream, or an earlier call has left one.
+    The waiting call around this call may have set another stream, or an earlier call has left one.
     """
     return [device for device in accelerators_in_use() if not on_stream(default_stream(device))]

@@ -39,7 +39,8 @@ class WorkerStats:
 
     Attributes:
         device: The device of the worker.
-        queued: Calls that have not started. Workers that share a queue share its calls evenly.
+        queued: Calls that have not started. Each worker that shares a queue counts an equal part of
+            its calls.
         running: Calls that have started and not ended, also those that wait for other calls or for
             their kernels.
         completed: Calls that returned.
@@ -58,7 +59,7 @@ class WorkerStats:
 
 
 MOST_LOSSES = 4
-"""How often a module is called again after the loss of its host: its input may be the reason."""
+"""How often a module is called again after a loss of its host. Its input may be the cause."""
 
 
 async def retry_lost(call: Callable[[], Awaitable[T]]) -> T:
@@ -84,7 +85,7 @@ class Worker(Protocol):
     on_idle: Callable[[], object] | None
     """Called when the worker may have become idle."""
     on_host_lost: "set[WeakMethod[Callable[[Worker, WorkerLost], None]]]"
-    """Called with the worker and the reason when its host was lost, if that is seen at once."""
+    """Called with the worker and the reason when its host was lost, if the loss is seen at once."""
 
     @property
     def label(self) -> str:
@@ -138,7 +139,7 @@ class Worker(Protocol):
         """Queue a call for this worker only; never blocks."""
 
     def leave(self) -> None:
-        """Take only calls for this worker from now on, if other workers serve its other calls."""
+        """Leave the queue that this worker shares, unless no other worker serves that queue."""
 
     def cancel_queued(self) -> None:
         """Cancel every call that has not started."""

@@ -80,8 +80,8 @@ class ThreadWorker:
     and the blocked thread ends after its call. So no queued call is stuck behind a waiting call,
     and calls that wait for calls cannot deadlock, on any number of workers.
 
-    It is the worker `index` of a pool, whose CPU workers share the cores by `shares`. It serves
-    `queues`: one of its own, and perhaps one that the workers of its device share.
+    The worker has number `index` in its pool. The CPU workers of the pool share the cores by
+    `shares`. The worker serves `queues`: its own, and perhaps one that its device's workers share.
     """
 
     shares_memory = True
@@ -98,7 +98,7 @@ class ThreadWorker:
         self.index = index
         self.name = name
         self.queues = queues
-        """The queues that it serves: its own queue first, because no other worker serves that."""
+        """The queues that it serves: its own queue first, because no other worker serves it."""
         queues[0].stream = stream = self.open_stream()
         self.shares = shares if stream is None else None
         self.launches: Launches | None = None
@@ -112,8 +112,8 @@ class ThreadWorker:
         """Each item wakes the thread: a call may be queued, or the worker was stopped."""
         self.on_idle: Callable[[], object] | None = None
         self.on_host_lost: set[WeakMethod[Callable[[Worker, WorkerLost], None]]] = set()
-        # Re-entrant: a signal handler or destructor that interrupts this thread may queue calls. It
-        # must not wait for its calls: perhaps it has interrupted `_start_thread`.
+        # Re-entrant: a signal handler or destructor that interrupts this thread may queue calls.
+        # But it must not wait for these calls: perhaps it has interrupted `_start_thread`.
         self._lock = ReentrantLock()
         self.stopping = False
         """Whether it ends when its queues are empty."""
@@ -241,14 +241,14 @@ class ThreadWorker:
         return True
 
     def serves(self, thread: "_WorkerThread") -> bool:
-        """Whether `thread`, which begins, serves; False if its start was interrupted."""
-        with self._lock:  # until `_start_thread` has recorded it
+        """Whether the new `thread` serves this worker; False if its start was interrupted."""
+        with self._lock:  # waits until `_start_thread` has recorded it
             return self.thread is thread
 
     def hand_over(self, thread: "_WorkerThread") -> bool:
         """Start a thread that takes over the queues; False if `thread` has handed over before.
 
-        After a RuntimeError `thread` must not block: it may wait for a call that is queued here.
+        After a RuntimeError `thread` must not block: it might wait for a call in these queues.
         """
         with self._lock:
             return self.thread is thread and self._start_thread(thread)
@@ -312,7 +312,7 @@ class ThreadWorker:
     def join(self) -> None:
         own = threading.current_thread()
         # Wait for `ended` first: until then a thread of this worker may hand over to a new thread.
-        # If the caller is a worker of another executor, it hands over its own queues.
+        # In a call of another executor, `result` also hands over the queues of that call's worker.
         if not any(thread is own for thread in self._threads):
             self.ended.result()
         for thread in self._threads.copy():
@@ -412,7 +412,7 @@ class _WorkerThread(threading.Thread):
             else:
                 self._sleep()
                 woken = True
-            stopping = self.worker.stopping  # then look again: calls that were queued before run
+            stopping = self.worker.stopping  # then look once more: calls queued before it run
         if self._idle_in:
             self._leave_idle(call.queue if woken and call is not None else None)
         return call
@@ -509,7 +509,7 @@ class _WorkerThread(threading.Thread):
         else:
             if worker.launches is not None:
                 self.began = perf_counter()  # the thread may have waited for the device
-            # Before a caller can see the result: then this worker counts as free.
+            # This worker counts as free before a caller can see the result.
             self.call = None
             if self.state is _ThreadState.AWAKE and not (
                 worker.queues[0].calls or worker.queues[-1].calls
@@ -556,7 +556,7 @@ class _WorkerThread(threading.Thread):
         """Let another thread serve the queue, because the running call is about to block."""
         if self.call is not None:
             self.call.blocks()
-        self._leave_idle()  # a callback may block; the new thread registers the worker again
+        self._leave_idle()  # callbacks run on an idle worker; the new thread registers again
         if self.worker.hand_over(self):
             self.state = _ThreadState.DETACHED
 

@@ -131,7 +131,7 @@ class Future(concurrent.futures.Future[T]):
         raise TypeError("a future can be neither copied nor pickled")
 
     def _made_condition(self) -> threading.Condition:
-        # The first look takes no mutex: `concurrent.futures.wait`, which asks again, holds it.
+        # The first look takes no mutex. `concurrent.futures.wait` looks again with the mutex held.
         if self._lazy_condition is None:
             with self._mutex:
                 if self._lazy_condition is None:
@@ -320,7 +320,7 @@ class Future(concurrent.futures.Future[T]):
         for callback in callbacks:
             try:
                 callback(self)
-            except BaseException as error:  # noqa: BLE001  # the function decides what is raised
+            except BaseException as error:  # noqa: BLE001  # the next line decides what is raised
                 log_callback_error(error, _base.LOGGER, "exception calling callback for %r", self)
 
     def then(self, fn: Callable[["Future[T]"], U]) -> "Future[U]":
@@ -331,8 +331,8 @@ class Future(concurrent.futures.Future[T]):
         """
         check_callable(fn)
         child: Future[U] = Future()
-        # The child refers to the error of `fn`, that error to the frames around `fn`. These frames
-        # refer to the child by this list only, which `run` empties: no cycle.
+        # The child refers to the error of `fn`, and the error refers to the frames around `fn`.
+        # These frames refer to the child by this list only, which `run` empties: no cycle.
         waiting = [child]
 
         def run(parent: Future[T]) -> None:
@@ -475,9 +475,9 @@ class Future(concurrent.futures.Future[T]):
 
 
 class DoneCallback:
-    """The `call` of a future that `fn`, a callback of other futures, completes.
+    """The `call` of a future that is completed by `fn`, a callback of other futures.
 
-    When that future is cancelled, the callback is removed: it would keep the others alive.
+    When that future is cancelled, `fn` is removed: this future needs the others no more.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:
@@ -496,11 +496,11 @@ class DoneCallback:
 def _free_wrapper(frame: FrameType) -> None:
     """Clear the frame of asyncio's coroutine around a failed future (`gather`, `wait_for`), soon.
 
-    Otherwise the error's traceback refers to the frame, that to the future, and that to the error.
+    Otherwise the error's traceback, the frame, the future and the error are a reference cycle.
     """
     loop = asyncio._get_running_loop()
     if loop is not None and frame.f_globals.get("__name__") == "asyncio.tasks":
-        loop.call_soon(frame.clear)  # by then the frame has ended: it handles no error
+        loop.call_soon(frame.clear)  # by then the frame has ended, and can be cleared
 
 
 def running_future() -> Future[Any]:

@@ -28,7 +28,7 @@ class Semaphore:
         self._idle: Future[None] | None = None
 
     def try_acquire(self) -> bool:
-        """Take a permit if one is free; return whether it was. A free permit has no waiters."""
+        """Take a permit if one is free; return whether it was. While one is free, nobody waits."""
         with self._lock:
             if self.held >= self._permits:
                 return False

@@ -105,12 +105,12 @@ class cancel_scope:  # noqa: N801  # used like a function of `contextlib`
 
 
 at_second_ctrl_c: list[Callable[[], object]] = []
-"""Called when Ctrl-C comes while the program is being left, and calls that run hold it up."""
+"""Called at a Ctrl-C that comes while running calls hold up the end of the program."""
 
 
 @contextmanager
 def heeding_ctrl_c() -> Iterator[None]:
-    """Call `at_second_ctrl_c` at a second Ctrl-C in the block, which is a wait."""
+    """Call `at_second_ctrl_c` if a second Ctrl-C interrupts the wait in the block."""
     leaving = sys.exception() is not None  # the first Ctrl-C has left an error or a cancellation
     try:
         yield
@@ -124,8 +124,8 @@ def heeding_ctrl_c() -> Iterator[None]:
 
 
 def look_for_ctrl_c() -> None:
-    """Call `at_second_ctrl_c`, soon, if this asyncio loop only ends its tasks after a Ctrl-C."""
-    # `asyncio.run` does that while it handles the error. A task would see its own error instead.
+    """Call `at_second_ctrl_c` soon, if `asyncio.run` ends the tasks of this loop after a Ctrl-C."""
+    # `asyncio.run` does so while it handles KeyboardInterrupt. A task would see its own error.
     asyncio.get_running_loop().call_soon(_look)
 
 
@@ -138,7 +138,7 @@ def _look() -> None:
 async def settle(futures: Iterable[Future[Any]]) -> None:
     """Wait until all futures are done; a cancellation does not end the wait."""
     running = [future for future in futures if not future.done()]
-    with cancel_scope(shield=True):  # `task.cancel()` of asyncio passes it, and raises once
+    with cancel_scope(shield=True):  # asyncio's `task.cancel()` gets through it, once
         while not all(future.done() for future in running):
             with suppress(asyncio.CancelledError), heeding_ctrl_c():
                 await collect_all(running)
@@ -158,7 +158,7 @@ async def close_fully(aclose: Callable[[], Coroutine[Any, Any, None]]) -> None:
                     await aclose()
                 break
             except asyncio.CancelledError as error:
-                if error is cancelled:  # `aclose` itself raised it, and not `task.cancel()`
+                if error is cancelled:  # raised by `aclose` itself, not by `task.cancel()`
                     raise
                 cancelled = error
         if cancelled is not None:

@@ -77,7 +77,7 @@ class Waker:
         try:
             self._woken()
             self._armed = False
-            # The first look takes the deque's lock, which the length does not.
+            # First a `popleft`, which takes the deque's lock (see `post`); `len` does not take it.
             if self._deliver_oldest():
                 # A later post wakes the loop again, so that a fast worker does not hold the loop.
                 for _ in range(len(self._posted)):
@@ -125,7 +125,7 @@ class _AsyncioWaker(Waker):
         super().__init__()
         self._loop = weakref.ref(loop)
         self._fd: int | None = None
-        """None: the system has no eventfd, or the loop watches no file descriptors."""
+        """None if the system has no eventfd, or the loop watches no file descriptors."""
         if not hasattr(os, "eventfd"):
             return
         try:
@@ -168,7 +168,7 @@ class _AsyncioWaker(Waker):
 
     def _woken(self) -> None:
         if self._fd is not None:
-            with suppress(BlockingIOError):  # woken twice for one delivery
+            with suppress(BlockingIOError):  # an earlier read took this wake-up too
                 os.eventfd_read(self._fd)
 
 
@@ -217,7 +217,7 @@ def waker_of(loop: asyncio.AbstractEventLoop) -> Waker:
         with _lock:
             _release_finished()
             made = _AsyncioWaker(loop)
-            # The garbage collector may have run meanwhile, and its coroutines have made one.
+            # The garbage collector may have closed a coroutine meanwhile, which made a waker.
             waker = _wakers.setdefault(id(loop), made)
             if waker is not made:
                 made.release(loop)
@@ -305,7 +305,7 @@ class _AsyncioAwaiter(Awaiter):
             if not self._resumed.done():
                 self._resumed.set_result(None)
         except asyncio.InvalidStateError:
-            return  # at Ctrl-C `asyncio.run` cancels the main task, also after the look
+            return  # a Ctrl-C between `done` and `set_result` has cancelled the main task
 
 
 class _TrioAwaiter(Awaiter):

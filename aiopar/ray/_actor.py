@@ -44,7 +44,7 @@ def _itself(obj: T) -> T:
 
 
 Message: TypeAlias = tuple[bytes, list[Any]]
-"""A pickle. Beside it Ray's references, and memory as arrays of bytes, which Ray does not copy."""
+"""A pickle; and a list of Ray's references, and of arrays of bytes, which Ray does not copy."""
 
 
 def to_message(pickled: Pickled) -> Message:
@@ -69,7 +69,7 @@ def from_message(message: Message) -> Any:
 class HostActor:
     """Runs the calls of its drivers, one at a time.
 
-    A driver is an `ActorLink`, by its id. Methods of the group "health" run beside calls. A driver
+    A driver is the id of an `ActorLink`. Methods of the group "health" run beside calls. A driver
     that has not pinged for `lease` seconds is forgotten. Without drivers the actor ends. If `lease`
     is None, the only driver ends the actor.
     """
@@ -89,7 +89,7 @@ class HostActor:
             threading.Thread(target=self._end_if_left, args=(lease,), daemon=True).start()
 
     def call(self, user: tuple[str, int], message: Message) -> Message | None:
-        """Run a task; `user` is its driver and its number. None: the driver has ended the call."""
+        """Run a task of `user`, a driver and the call's number; None: the driver ended the call."""
         with self._lock:
             if user in self._unwanted:
                 self._unwanted.remove(user)
@@ -126,7 +126,7 @@ class HostActor:
 
     @ray.method(concurrency_group="health")
     def join(self, driver: str, name: str) -> tuple[str, HostInfo] | None:
-        """Add a driver, for which the worker is `name`; returns the id of the node, and the host.
+        """Add a driver, which calls its worker `name`; returns the id of the node, and the host.
 
         None: This actor ends. An error says that the actor does not have its device.
         """

@@ -41,11 +41,11 @@ atexit.register(_close_at_exit)
 class RayExecutor(HostExecutor):
     """`num_actors` Ray actors: a `DeviceExecutor` whose calls run on this or other machines.
 
-    Give it wherever a `DeviceExecutor` is given. Functions, modules and arguments go to an actor by
-    pickle, also lambdas and classes of a script; tensors and arrays go through Ray's object store.
-    Results arrive on the CPU. Weights and functions that a `ReplicaPool`, a `Batcher`, `aiopar.map`
-    or a `Pipeline` uses for all its calls go to each actor once. aiopar and the modules of the
-    program must be installed on every node, in the same versions.
+    Pass it wherever a `DeviceExecutor` is accepted. Functions, modules and arguments go to an actor
+    by pickle, also lambdas and classes of a script; tensors and arrays go through Ray's object
+    store. Results arrive on the CPU. Weights and functions that a `ReplicaPool`, a `Batcher`,
+    `aiopar.map` or a `Pipeline` uses for all its calls go to each actor once. aiopar and the
+    modules of the program must be installed on every node, in the same versions.
 
     An actor is lost if it ends, or if it answers no ping for about 3 seconds: its machine has
     stopped, or its code holds the GIL. A lost actor is replaced where Ray finds room. Its calls
@@ -54,9 +54,9 @@ class RayExecutor(HostExecutor):
     actors; then the calls that need them raise `WorkerLost`.
 
     If Ray is not initialised, the executor initialises it on a thread of its own, and shuts it down
-    when the last such executor of this process is closed. The program's handlers of signals stay.
-    A program that calls `ray.shutdown` itself must close its executors before: Ray ends a process
-    in which another thread uses Ray meanwhile.
+    when the last such executor of this process is closed. The program's handlers of signals stay. A
+    program that calls `ray.shutdown` itself must close its executors first: Ray ends a process in
+    which another thread uses Ray during the shutdown.
 
     For HTTP on many nodes with autoscaling there is Ray Serve; for training, Ray Train.
 
@@ -68,7 +68,7 @@ class RayExecutor(HostExecutor):
         in_flight: How many calls may be on their way to an actor at once. The actor runs one call
             at a time; the next one travels meanwhile.
         address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
-            cluster that this machine is part of, or else as `"local"`: a Ray of its own.
+            cluster that this machine is part of, or else `"local"`, which starts a Ray of its own.
         ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
             `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
         name: Share the actors with the executors of other processes that have this name: the
@@ -82,7 +82,8 @@ class RayExecutor(HostExecutor):
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: A number is too low; or an option is unknown, or has an argument of its own.
+        ValueError: A number is too low, or `ray_actor_options` has an unknown option, or one that
+            `RayExecutor` sets.
 
     Example:
         >>> import asyncio, aiopar, aiopar.ray, torch
@@ -177,7 +178,7 @@ class _RayWorker(HostWorker):
 
     @property
     def _only_warms_up(self) -> bool:
-        """Whether it only waits for an actor, which no call needs: the end must not wait too."""
+        """Whether it only waits for an actor that no call needs: closing must not wait for it."""
         stats = self.stats()
         return self.slot.warming == "running" and (stats.queued, stats.running) == (0, 1)
 
@@ -286,7 +287,7 @@ class _RayHost:
         return outcome(partial(from_message, reply), link.name)
 
     def kill_call(self) -> None:
-        # The actor decides: it may run another call, also that of another program.
+        # The actor decides whether it ends: it may run another call, also one of another program.
         self.link.end_call(self.number)
 
     def close(self) -> None:

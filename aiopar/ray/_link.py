@@ -81,8 +81,8 @@ class ActorLink:
     def lose(self, how: str, *, dead: bool = True) -> None:
         """Have all calls raise `WorkerLost`; from any thread, never blocks.
 
-        `how` says how the actor was lost. If it is `dead`, it must end, although other processes
-        share it.
+        `how` says how the actor was lost. A `dead` actor must end, although other processes share
+        it.
         """
         with self._lock:
             if self._loss is not None:

@@ -134,7 +134,7 @@ _current_lock = threading.Lock()
 
 
 def enter_session(address: str | None) -> Session:
-    """Ray, for one more executor."""
+    """Return the session for one more executor; start it if there is none."""
     global _current  # noqa: PLW0603
     with _current_lock:
         if _current is None or _current.failed:
@@ -158,14 +158,15 @@ def leave_session(session: Session) -> None:
 def _sigterm_kept() -> Iterator[None]:
     """Have the program's handler of SIGTERM in place after `ray.init`.
 
-    Ray's core sets a handler of its own, below Python. It aborts the process 3 seconds later.
+    Ray's core sets a handler of its own, below Python. That handler aborts the process after 3
+    seconds.
     """
     handler, action = signal.getsignal(signal.SIGTERM), _signal_action(signal.SIGTERM)
     try:
         yield
     finally:
         placed = _signal_action(signal.SIGTERM)
-        # Ray's core handles SIGTRAP alike, and nobody else does.
+        # Ray's core sets the same handler for SIGTRAP, and nobody else does.
         if placed != action and placed[:8] == _signal_action(signal.SIGTRAP)[:8]:
             if signal.getsignal(signal.SIGTERM) is not handler:  # set meanwhile, through Python
                 action = _signal_action(signal.SIGINT)

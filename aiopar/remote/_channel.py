@@ -33,7 +33,7 @@ _CHUNK = 1 << 20  # so many bytes are copied while the GIL is held
 
 _ALIGNMENT = 64  # bytes of the vectors of the widest CPU; the header of a block is as long
 _LIVE = 1
-_FEW = 32  # so many blocks are looked through at each call
+_FEW = 32  # with up to so many blocks, each `allocate` looks for a gap
 _KEPT_WARM = 64 << 20  # so many free bytes keep their pages: fresh pages are slow
 _STEP = 1 << 20  # so many bytes are given back together
 
@@ -95,7 +95,7 @@ class Arena:
         self._owners: dict[int, weakref.ref[Any]] = {}
         """The objects that keep the reader's blocks, by the offset of the block."""
         self._sweep_at = 0
-        """With so many blocks the next sweep pays."""
+        """At so many blocks the next sweep is worth its time."""
         self._written: set[int] = set()
         """The steps of the map that have pages."""
         _arenas.add(self)
@@ -170,7 +170,7 @@ class Arena:
         return memoryview(owner).cast("B")[:size]
 
     def forget_owners(self) -> None:
-        """In a forked child: when the child drops a view, the parent still uses the block."""
+        """Forget the views in a forked child: to drop them must not free blocks of the parent."""
         self._owners.clear()
 
 
@@ -184,7 +184,7 @@ _arenas: Registry[Arena] = Registry(Arena.forget_owners)
 def copy_buffer(buffer: Buffer, to: memoryview) -> None:
     """Write a buffer into memory of its size."""
     if isinstance(buffer, Tensor):
-        # It copies without the GIL. `Tensor.copy_` would use threads of the other processes.
+        # `memmove` copies without the GIL. `Tensor.copy_` would use cores of the other processes.
         address = ctypes.addressof(ctypes.c_char.from_buffer(to))
         ctypes.memmove(address, buffer.data_ptr(), buffer.nbytes)
         return
@@ -255,7 +255,7 @@ class Channel:
         return memory[start:end], buffers
 
     def _read(self, memory: memoryview, done: int, wanted: int) -> int:
-        """Read until `memory` holds at least `wanted` bytes, `done` of them from before."""
+        """Read until `memory`, which has `done` bytes, has `wanted` or more; return how many."""
         while done < wanted:
             try:
                 count = self.connection.recv_into(memory[done:] if done else memory)
@@ -266,8 +266,8 @@ class Channel:
             done += count
         return done
 
-    # A file is lost if it is read together with the bytes before it. So the receiver says when it
-    # waits for a file.
+    # A file would be lost if `_read` received it together with a message. So the receiver says when
+    # it waits for a file.
 
     def send_file(self, descriptor: int) -> None:
         """Send an open file to the other end, once that end waits in `receive_file`."""

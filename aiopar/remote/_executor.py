@@ -33,7 +33,7 @@ T = TypeVar("T")
 class HostWorker(ThreadWorker):
     """A worker whose thread sends each call to a host, and waits for the result.
 
-    `slot` makes the slot of its host, which is started at once, in the background. The other
+    `slot` makes the slot of its host. The host is started at once, in the background. The other
     arguments are those of `ThreadWorker`.
     """
 
@@ -60,7 +60,7 @@ class HostWorker(ThreadWorker):
 
     def keep(self, value: T, *, replica: bool = False) -> T:
         if isinstance(value, Kept):
-            return value.again()  # type: ignore[return-value]  # it stands for it
+            return value.again()  # type: ignore[return-value]  # a `Kept` stands for a T
         return Kept(value, replica, self.slot.pack)  # type: ignore[return-value]
 
     def put(self, call: Call[Any]) -> None:
@@ -159,7 +159,7 @@ class HostSlot:
 
     @property
     def seed(self) -> int:
-        """The seed of the host: hosts differ; after `torch.manual_seed` all runs are the same."""
+        """The seed of the host, its own; after `torch.manual_seed` it is the same in all runs."""
         return (torch.initial_seed() + self.number) % 2**63
 
     @property
@@ -203,7 +203,7 @@ class HostSlot:
         return self.host
 
     def call(self, task: Task) -> tuple[bool, Any]:
-        """What `Host.call` returns. If the host was lost before the task, a new host runs it."""
+        """What `Host.call` returns. If the host was lost before, a new host runs the task."""
         call = current_call()
         try:
             with self._lock:

@@ -1,8 +1,8 @@
 """`ForkServer`: a process that has imported torch, whose forks become worker processes at once.
 
 It replaces `multiprocessing.forkserver`. That server ends by SIGTERM, by a failed fork, and by an
-import that raises anything but ImportError. It does not set `sys.path` before its imports. The
-start of a process waits for the imports of that server, and cannot give up.
+import that raises anything but ImportError. It does not set `sys.path` before its imports. To start
+a process, a program waits for the imports of that server, and cannot give up.
 """
 
 import errno
@@ -118,7 +118,7 @@ class ForkServer:
             self._pid = 0
 
     def forget_after_fork(self) -> None:
-        """In a forked child: the server belongs to the parent."""
+        """Forget the server in a forked child: it belongs to the parent."""
         self._lifeline = self._connection = None
         self._pid = 0
 
@@ -127,7 +127,7 @@ _servers: Registry[ForkServer] = Registry(ForkServer.forget_after_fork)
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Let both ends see the end of a connection, in all threads; closing it would not."""
+    """Let both ends see the end of a connection, in all threads; `close` would not do that."""
     with suppress(OSError):  # it was closed
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -176,7 +176,7 @@ def _wait_for_end(lifeline: int) -> None:
 def serve(modules: Sequence[str]) -> list[int]:
     """Import modules, then fork for each request; ends with the parent.
 
-    It returns in each fork: the files of `ForkServer.fork` without the last one.
+    In each fork it returns the files of `ForkServer.fork`, without the last one.
     """
     requests = socket.socket(fileno=_REQUESTS)
     lifeline = os.dup(_LIFELINE)

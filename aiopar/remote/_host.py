@@ -66,7 +66,7 @@ class Host(Protocol):
 def encode(obj: Any, make: Callable[[], Encoder], **parts: Any) -> tuple[Pickled, list[Kept[Any]]]:
     """An object as it goes to another process, and the kept values that the host must have first.
 
-    An error has a note that names the one of `parts`, and the object in it, that cannot be pickled.
+    If an object in one of `parts` cannot be pickled, a note on the error names both.
     """
     encoder = make()
     try:
@@ -283,7 +283,7 @@ def _survives(sent: BaseException, error: BaseException, make: Callable[[], Enco
     """Whether `sent` arrives as an error of the class of `error`, and with its text."""
     try:
         arrived = _round_trip(sent, make)
-        # Unpickling calls a class with the stored `args`, which its own `__init__` may change.
+        # Unpickling calls the class with `args`; its `__init__` may make another text of them.
         return type(arrived) is type(error) and (
             sent is not error or in_words(arrived) == in_words(error)
         )

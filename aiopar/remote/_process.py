@@ -40,9 +40,9 @@ _servers: dict[tuple[str, ...], ForkServer] = {}  # by the modules that they imp
 class ProcessExecutor(HostExecutor):
     """One worker process for each entry of `devices`: a `DeviceExecutor` without a shared GIL.
 
-    Give it wherever a `DeviceExecutor` is given. Functions, modules and arguments go to the process
-    by pickle; tensors and arrays go through shared memory, with one copy. Results arrive on the
-    CPU. What a `ReplicaPool`, a `Batcher`, `aiopar.map` or a `Pipeline` uses for all its calls
+    Pass it wherever a `DeviceExecutor` is accepted. Functions, modules and arguments go to the
+    process by pickle; tensors and arrays go through shared memory, with one copy. Results arrive on
+    the CPU. What a `ReplicaPool`, a `Batcher`, `aiopar.map` or a `Pipeline` uses for all its calls
     (weights, functions) goes to each process once; the processes share the memory of weights until
     they write to it.
 
@@ -58,7 +58,7 @@ class ProcessExecutor(HostExecutor):
 
     A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Lambdas,
     functions in functions and functions of a notebook go by value, by `cloudpickle`. The executor
-    needs `os.fork`, so it does not run on Windows. Threads of free-threaded Python do as well.
+    needs `os.fork`, so it does not run on Windows. On free-threaded Python, threads serve as well.
 
     Args:
         devices: As for `DeviceExecutor`.
@@ -68,13 +68,13 @@ class ProcessExecutor(HostExecutor):
         max_pending, num_threads: As for `DeviceExecutor`.
         thread_name_prefix: As for `DeviceExecutor`, for the threads that wait for the processes.
         kill_after: A running call whose caller has left (cancelled, timed out) may go on for so
-            many seconds. Then its process is killed and replaced. A caller leaves by what cancels
-            a call that has not started. A batch is left when all its callers have left. None: such
-            a call may go on for ever.
+            many seconds. Then its process is killed and replaced. What would cancel a pending call
+            lets the caller of a running call leave. A batch is left when all its callers have left.
+            None: such a call may go on for ever.
 
     Raises:
         TypeError: An argument has a wrong type.
-        ValueError: This machine does not have a device, there is no device, or a bound is below 1.
+        ValueError: A device does not exist, `devices` is empty, or a bound is below 1.
 
     Example:
         >>> import asyncio, math, aiopar
@@ -204,7 +204,7 @@ class ProcessHost:
             sent = True
             return self._reply()
         except Disconnected:
-            pass  # its frames hold the arguments: `WorkerLost` must not have it as context
+            pass  # `WorkerLost` must not have it as context: its frames hold the arguments
         finally:
             del task  # an error's traceback holds this frame
             pickled = kept = value = None  # type: ignore[assignment]
@@ -251,7 +251,7 @@ class ProcessHost:
             each.close()
 
     def _exit_code(self) -> int | OSError | None:
-        # A process that is killed while it starts may not exist: the server may still import.
+        # A process that is killed while it starts may not exist yet: the server may still import.
         may_not_exist = self._killed and self.info is None
         return read_exit_code(self._ended, 0.0 if may_not_exist else _GRACE)
 
@@ -308,7 +308,7 @@ def work(connection: int, lifeline: int, reads: int, writes: int) -> NoReturn:
     end_with(lifeline)
     global _channel  # noqa: PLW0603
     _channel = Channel(socket.socket(fileno=connection), Arena(writes), Arena(reads))
-    # A forked child of this process must not keep the parent from seeing its end.
+    # Forked children must not keep this socket: it tells the parent that this process ended.
     own_sockets(_channel.connection)
     for file in (reads, writes):
         os.close(file)

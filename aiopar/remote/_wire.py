@@ -29,7 +29,7 @@ _OPEN = (Connection, io.TextIOWrapper)
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 _NAMES = {kind: name for name, kind in _DTYPES.items()}
 
-_ONE_NUMBER = bytearray(16)  # the memory of empty tensors: torch makes no tensor on no memory
+_ONE_NUMBER = bytearray(16)  # for empty tensors: `torch.frombuffer` refuses an empty buffer
 
 
 class Encoder(pickle.Pickler):
@@ -245,7 +245,7 @@ class Kept(Generic[T]):
         return again
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Pass checks that the value is callable; only copies on hosts are called."""
+        """Make this object pass checks for a callable; only the copies on hosts are called."""
         raise TypeError("a kept value can be called on its hosts only")
 
     @property
@@ -268,7 +268,7 @@ class Holding:
         self._kept[kept.key] = weakref.ref(kept)
 
     def take_gone(self) -> list[str]:
-        """The keys of the values that have gone here since the last call of this method."""
+        """The keys of the values that this process dropped since the last call of this method."""
         gone = [key for key, kept in self._kept.copy().items() if kept() is None]
         for key in gone:
             self._kept.pop(key, None)  # None: another thread has removed it
