@@ -71,8 +71,8 @@ def install(
       which must be restarted then.
     - `/readyz` fails with 503 until the startup is complete, while a resource is not ready (warmed
       up, not closing, a replica in service), after SIGTERM, while every replica or worker of a
-      resource runs one call for longer than `stuck_after`, and without a `lifespan` of aiopar. Send
-      requests elsewhere then. The response says why.
+      resource runs one call for longer than `stuck_after`, and without a `lifespan` of aiopar. The
+      response says why. A load balancer should then send requests elsewhere.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for: all metrics, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
       set, these are the metrics of all processes. Without the extra `metrics` there is no route.
@@ -81,7 +81,7 @@ def install(
       shows the resources of `lifespan` in this process; nothing runs while no page is open. Protect
       the page: it has no login.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
-      The cleanup of the endpoint runs to its end. This middleware is added inside of all others.
+      The cleanup of the endpoint runs to its end. `install` adds it as the innermost middleware.
     - While the service drains, responses ask for their connection to be closed. The server's own
       500 response does not, nor do responses of middleware that is added later.
 
@@ -101,7 +101,7 @@ def install(
         TypeError: `app`, a path, `registry` or `stuck_after` has a wrong type.
         ValueError: A path does not begin with "/", or has parameters. `stuck_after` is not
             positive.
-        RuntimeError: It is installed already, or the application has started.
+        RuntimeError: `install` was called before, or the application has started.
 
     Example:
         >>> from starlette.applications import Starlette
@@ -127,8 +127,8 @@ def install(
         raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)
     app.add_middleware(_WebSocketMiddleware)
-    # Innermost: a middleware around it may run the application in a task group, where each further
-    # `await` of a cancelled application is cancelled too.
+    # This middleware is the innermost, inside any task group of other middleware: a cancelled task
+    # group would cancel each further `await` of the application too.
     app.user_middleware.append(Middleware(DisconnectMiddleware))
     for kind in _STATUSES:
         # Starlette types a handler of requests and a handler of websockets, not one for both.
@@ -235,7 +235,7 @@ class _DrainMiddleware:
                 message = {**message, "headers": headers}
             return send(message)
 
-        # HTTP/2 has no such header. A websocket's scope has this version too.
+        # HTTP/2 has no header `Connection`. The scope of a websocket may have version 1.1 too.
         http_1 = scope["type"] == "http" and scope.get("http_version") in ("1.0", "1.1")
         await self.app(scope, receive, send_closing if http_1 and self._service.draining else send)
 

@@ -36,8 +36,9 @@ class DisconnectMiddleware:
     - On asyncio the application is cancelled once, as by `Task.cancel`. Its cleanup (`finally`,
       dependencies with `yield`) may await and runs to its end. An application that catches the
       cancellation goes on.
-    - On trio, and in a task of an anyio task group, an `await` in cleanup needs a shield. Add this
-      middleware inside of `BaseHTTPMiddleware`, which runs such a group. `install` does so.
+    - On trio, and in a task of an anyio task group, an `await` in cleanup needs a shield.
+      `BaseHTTPMiddleware` runs such a group, so add this middleware inside of it, as `install`
+      does.
     - `anyio.CancelScope(shield=True)` delays the cancellation. A thread cannot be cancelled: a
       `def` endpoint and its call of a batcher run to their end.
     - An application that waits for a message gets `http.disconnect`, and is not cancelled. A
@@ -135,7 +136,7 @@ class _HttpRequest:
         self._server_send = send
         self._state = _ClientState.CONNECTED
         self._response_started = False
-        # The requests to batchers that wait, and whether the main task waits for each of them. The
+        # The requests that wait for batchers, and whether the main task waits for each of them. The
         # key None stands for whatever the main task awaits.
         self._waits: dict[Request | None, bool] = {}
         self._polls = False  # whether the application asks for the disconnect
@@ -216,7 +217,8 @@ class _HttpRequest:
         before = task.cancelling() if isinstance(task, asyncio.Task) else 0
         self._work.cancel()
         if isinstance(task, asyncio.Task):
-            # `_work` would cancel every further `await` too. So `_shield` is lifted only here.
+            # A cancelled scope cancels every further `await`. So `_shield` is lifted only for this
+            # one.
             self._shield.shield = False
             self._shield.shield = True
             if task.cancelling() == before:

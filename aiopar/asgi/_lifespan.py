@@ -64,7 +64,7 @@ class _Termination:
         self._drain_delay = drain_delay
         self._shutdown_timeout = shutdown_timeout
         # The handler may run between any two bytecodes of the loop's thread, so the handler must
-        # not use the loop. It wakes an awaiter, which may be done at any moment.
+        # not use the loop. It only wakes an awaiter, which is safe at any moment.
         self._first = cast(Awaiter, awaiter_here())
         self._second = cast(Awaiter, awaiter_here())
         self._passes_on = False  # whether SIGTERM goes directly to the server's handler
@@ -341,7 +341,7 @@ async def remove_resources(app: Starlette, *resources: Resource) -> None:
 
 def _check_resources(resources: tuple[Resource, ...]) -> None:
     for index, resource in enumerate(resources):
-        # A class of resources has these names too.
+        # A class, given instead of its object, has the methods of the protocol too.
         if isinstance(resource, type) or not isinstance(resource, Resource):
             raise TypeError(
                 f"resource {index} must be a Resource, not {described(resource)}: it needs "

@@ -52,7 +52,7 @@ class OpenResources:
         self.closing = AsyncExitStack()  # closes `opened` and `added` at the end
         self.closing.push_async_exit(partial(self.close, self.opened))
         self.has_served = False  # whether the startup was completed
-        self.serving = False  # the same, until the shutdown begins
+        self.serving = False  # like `has_served`, but False once the shutdown begins
         self._time_left = time_left
 
     def started(self) -> None:

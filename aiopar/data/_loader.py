@@ -124,8 +124,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         max_failures: How many failed samples of an epoch are skipped, and recorded in `failures`.
             Samples that fail together (in `__getitems__`, in `collate_fn`, in a worker process)
             count once. An error of a sampler or an iterable is always raised.
-        executor: The executor whose CPU workers load. None, or if it has none: `num_workers`
-            threads of the loader's own.
+        executor: The executor whose CPU workers load. If None, or if the executor has no CPU
+            workers: `num_workers` threads of the loader's own.
         progress: Whether each epoch has a progress bar, with the rate and, if `len` is known, the
             time left. Needs tqdm.
 
@@ -237,7 +237,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
 
         Raises:
             TypeError: `dataloader` is not a `DataLoader`, or iterates in a way of its own, as the
-                loaders of PyG do. Use it as the dataset, with `batch_size=None`.
+                loaders of PyG do. Use such a loader as the dataset, with `batch_size=None`.
 
         Example:
             >>> import torch
@@ -250,7 +250,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
             raise TypeError(f"expected a torch DataLoader, got {type(dataloader).__name__}")
         # What a subclass may override to give other batches.
         for name in ("__iter__", "_get_iterator", "_index_sampler", "_auto_collation"):
-            # Static: two of them are properties. One object may have a method of its own.
+            # A static lookup: it runs no property, and finds a method of this object alone.
             if inspect.getattr_static(dataloader, name) is not vars(DataLoader)[name]:
                 raise TypeError(
                     f"{type(dataloader).__name__} iterates in a way of its own ({name}): use it as "
@@ -423,16 +423,16 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         """The position of the consumer: after which batch of which epoch.
 
         A loader with the same arguments that loads the state continues with the next batch, in this
-        and in later epochs. Batches that were fetched ahead and not delivered do not count. After
-        the last batch, before the loop has ended, the rest of the epoch is empty.
+        and in later epochs. Batches that were fetched ahead and not delivered do not count. A state
+        from after the last batch, but before the end of the loop, continues with an empty rest.
 
         The state has the number of delivered batches, and the states of the generators at the start
         of the epoch. After loading, the indices of the delivered batches are drawn again, and their
         samples are not fetched. If a sampler, an iterable dataset or the dataset's iterator has
-        `state_dict()` (without arguments) and `load_state_dict`, its own state is saved instead. If
-        a dataset keeps a loaded state for all later epochs, as Hugging Face's do, its state from
-        before the first epoch is loaded after the resumed epoch. Other iterables are read again
-        from their start, and so are all iterables in worker processes.
+        `state_dict()` (without arguments) and `load_state_dict`, its own state is saved instead.
+        Some datasets, such as Hugging Face's, begin all later epochs at a loaded state. After the
+        resumed epoch they get back their state from before the first epoch. Other iterables are
+        read again from their start, and so are all iterables in worker processes.
 
         Without `generator`, the state includes the present state of torch's default generator, and
         loading sets the generator. Other sources of randomness are not saved: `random`, or
@@ -542,7 +542,7 @@ class _Settings:
                 *("worker_init_fn", "multiprocessing_context", "persistent_workers"),
             )
             options |= {name: getattr(self, name) for name in names}
-        # After torch's own checks, whose message on an excluded argument is the better one.
+        # torch checks first, because its messages on excluded arguments are better.
         loader: DataLoader[Any]
         if self.processes:
             loader = ProcessLoader(dataset, **options)
@@ -594,7 +594,7 @@ class _EpochFactory:
         if copy is None:
             finish = pin_memory if settings.pin_memory and can_pin() else None
         elif not settings.processes and settings.prefetch_factor == 1:
-            # There is no room for a batch between fetching and copying.
+            # The buffer has no room for batches that wait to be copied, so the load step copies.
             copy, finish = None, copy
         elif not settings.processes:
             bound -= 1
@@ -650,7 +650,7 @@ class _EpochFactory:
         elif kind is DatasetKind.MAP:
             fetch = Fetch(sampling.dataset, collate, self._worker_init())
         else:
-            # The requests already have the samples.
+            # The requests have the samples already, so the workers only collate.
             fetch, init = collate.content, self._worker_init()
             begin_worker = None if init is None else partial(init, caller)
         drawn = draw_requests(sampling, stop, begin_worker)
@@ -660,7 +660,7 @@ class _EpochFactory:
         """The executor, and the executor again if it must end with the epoch."""
         settings = self._settings
         if settings.executor is not None:
-            with suppress(ValueError):  # it has no CPU workers
+            with suppress(ValueError):  # the executor has no CPU workers
                 return settings.executor.on("cpu"), None
         if self._executor is not None and self._executor._dispatcher.pool.closed:
             self._executor = self._init = None  # a forked process has no threads

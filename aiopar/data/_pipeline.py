@@ -97,13 +97,14 @@ class Pipeline(AsyncOnly, Generic[T]):
     makes the next iteration continue there. The state has the number of *delivered* items, the seed
     of each shuffle, the state of its generator, and the state of the source at the start if the
     source has `state_dict` and `load_state_dict`. The next iteration reads the source from its
-    start and skips the delivered items, before the last maps in order, `batch`, `prefetch` and
-    `to`. Functions before a `filter`, a `flat_map` or a `shuffle` run again for delivered items;
-    with `max_failures`, all functions do. A pipeline with `in_order=False` cannot be resumed.
+    start, and skips the delivered items. It skips them before the steps `map`, `batch`, `prefetch`
+    and `to` at the end of the pipeline. Functions before a `filter`, a `flat_map` or a `shuffle`
+    run again for delivered items; with `max_failures`, all functions do. A pipeline with
+    `in_order=False` cannot be resumed.
 
-    Similar to SPDL's `PipelineBuilder`, torchdata.nodes and Grain. Differences: it is read by
-    `async for`, under asyncio and trio, and async functions run on the reader's own event loop, so
-    that they can use its clients and connection pools.
+    Similar to SPDL's `PipelineBuilder`, torchdata.nodes and Grain. Differences: `async for` reads
+    it, under asyncio and trio. Async functions run on the reader's event loop, so they can use the
+    clients and connection pools of that loop.
 
     Args:
         source: An async iterable, or any iterable. Workers advance an iterable, one at a time,
@@ -265,8 +266,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         """Copy the tensors of each item to `device`; the copies are complete when the item comes.
 
         A separate stream copies them from reused pinned memory, so that the next item is copied
-        while the reader computes with the current item. An object with a method `to(device)` moves
-        itself: the method of a shallow copy is called.
+        while the reader computes with the current item. For an object with a method `to(device)`,
+        this method of a shallow copy is called.
 
         Args:
             device: The device.
@@ -337,7 +338,8 @@ class Pipeline(AsyncOnly, Generic[T]):
 
     async def __aexit__(self, *exc_info: object) -> None:
         task = current_task()
-        if task not in self._entered:  # another task entered it, or its loop is closed
+        # If another task has entered, or its loop is closed, the latest entry counts.
+        if task not in self._entered:
             task = next(reversed(self._entered))
         entered = self._entered[task]
         stream = entered.pop()
@@ -355,7 +357,7 @@ class Pipeline(AsyncOnly, Generic[T]):
 
     @property
     def finished(self) -> bool:
-        """Whether the last iteration was read to its end, or the loaded state is from there.
+        """Whether the last iteration was read to its end, or the loaded state is from such an end.
 
         The next iteration of a finished pipeline begins again. A job that must process each item
         once looks here after `load_state_dict`.
@@ -378,8 +380,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         """Make the next iteration continue at a saved position.
 
         If the position is the end of an iteration, the next iteration begins anew: see `finished`.
-        Later iterations also draw what they would have drawn. The pipeline must have the same steps
-        and generators as the saved pipeline. This call sets the generators of the shuffles.
+        Later iterations also have the order that they would have had. The pipeline must have the
+        same steps and generators as the saved pipeline. This call sets the shuffles' generators.
 
         Args:
             state: The result of `state_dict`.
@@ -412,7 +414,7 @@ class Pipeline(AsyncOnly, Generic[T]):
                 )
 
 
-# The steps of each verb. Module functions in partials: a pipeline can be pickled.
+# The steps of each verb. These are module functions in partials, so that a pipeline can be pickled.
 
 
 def _function_steps(
@@ -496,9 +498,9 @@ def _build(
 ) -> list[Step]:
     """The steps of an iteration that begins at `position`.
 
-    Delivered items are skipped as early as possible: before the first verb from which on the number
-    of outputs tells the number of inputs. Without `exact`, because failures are skipped, delivered
-    items are skipped at the end.
+    Delivered items are skipped as early as possible: as many verbs before the end as have a known
+    number of inputs per output. Without `exact`, failed items are skipped too and no number is
+    known, so delivered items are skipped at the end.
     """
     firsts = [0] * len(verbs)
     place, count = len(verbs), position.delivered

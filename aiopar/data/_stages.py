@@ -138,7 +138,7 @@ class Stage:
         outcome = self._take()
         if outcome is PENDING:
             with self._lock:
-                # Again: `leave` does not tell a reader that does not wait yet.
+                # The reader looks again, because `leave` tells only a reader that waits.
                 outcome = self._take()
                 if outcome is PENDING:
                     if self._state is _ENDED and not self._slots:
@@ -214,13 +214,14 @@ class Stage:
         with self._lock:
             self._pumps -= 1
         self._drop_outcomes()
-        # A `notify` or `pull` after the last claim has started no pump: this one still counted.
+        # A `notify` or `pull` after the last claim has started no pump, because this pump still
+        # counted.
         self._start_pumps()
 
     def fail(self, error: BaseException) -> None:
         """End the stage with an error: a worker or the previous stage was lost."""
-        # Without `_upstream_lock`, which another pump may hold for long. Nobody reads an item that
-        # the other pump claims meanwhile: it comes after the failure.
+        # Without `_upstream_lock`, which another pump may hold for long. An item that the other
+        # pump claims meanwhile comes after the failure, so nobody reads it.
         slot, position = self._reserve()
         self.leave(slot, failure(error, self.step.name, position, fatal=True))
         self._end()
@@ -455,7 +456,7 @@ class AsyncSource(TaskStage):
         """Wait until there is room for an item; False: the stage is closed."""
         if len(self._slots) >= self.step.bound:
             self._room = room = running_future()
-            # Again: a worker that pulled before this line has not seen the future.
+            # The task looks again: a worker that pulled before has not seen the future.
             if len(self._slots) >= self.step.bound:
                 with self._lock:
                     self._idle.add(1)

@@ -48,7 +48,7 @@ T = TypeVar("T")
 _TURN = 0.005
 
 _READING = -math.inf
-"""The end of the turn while a read waits."""
+"""Stands for the end of the turn while a read waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class Stream(AsyncOnly, Generic[T]):
 
     # An error of the source is always raised, and an item's error if there are more than
     # `max_failures`. Each read updates `position`. `bar` makes a progress bar at the first read.
-    # `in_threads` is False if closing ends stuck functions, which run in processes.
+    # `in_threads` is False if functions run in processes: closing the stream ends stuck ones there.
     def __init__(
         self,
         source: Iterable[Any] | AsyncIterable[Any],
@@ -462,7 +462,7 @@ class Stream(AsyncOnly, Generic[T]):
     async def aclose(self) -> None:
         """Stop everything; wait until threads and tasks have ended and the source is closed.
 
-        May be called twice, and by another task than the reader, whose loop then ends. Raises the
+        May be called twice. Any task may call it; the reader's `async for` then ends. Raises the
         error of a generator that fails when it is closed. The error of an async generator is logged
         instead.
         """

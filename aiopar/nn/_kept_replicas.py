@@ -41,7 +41,7 @@ class KeptReplicas(Generic[M]):
         self.module = module
         self._devices = tuple(devices)
         self._lock = threading.Lock()
-        self._buffers_written = False  # perhaps, by a training forward since the last copy
+        self._buffers_written = False  # whether a forward may have written since the copy
         self._forget_copies()
         _all_kept.add(self)
 
@@ -63,14 +63,14 @@ class KeptReplicas(Generic[M]):
 
     def forward_starts(self) -> None:
         """Note that a replica that shares the module's own buffers is about to run."""
-        # A training forward may write to them without a trace (to a codebook, through `.data`).
+        # In training it may write to these buffers without a trace (a codebook, through `.data`).
         tree = self._tree
         if tree is not None and any(module.training for module in tree.modules):
             self._buffers_written = True
 
     def refresh(self) -> None:
         """Drop all copies: the next call makes new ones. Never blocks."""
-        self._stepped = True  # for a copy that another thread makes now, or a destructor interrupts
+        self._stepped = True  # if a copy is being made: by another thread, or below a destructor
         if self._lock.acquire(blocking=False):
             try:
                 self._forget_copies()
@@ -93,8 +93,9 @@ class KeptReplicas(Generic[M]):
         self._tree: ModuleTree[M] | None = None
         self._tensor_maps: list[TensorMap] = []
         self._stepped = False
-        # Parameters: one copy per device, none on the module's own. Buffers: one copy per replica,
-        # but replica 0 uses the module's, so that what its forward writes to them persists.
+        # Parameters have one copy per device, but none on the module's own device. Buffers have one
+        # copy per replica, but replica 0 uses the module's buffers: what its forward writes there
+        # persists.
         devices = dict.fromkeys(self._devices)
         self._parameters = _TensorCopies([_Target(device, shares=True) for device in devices])
         self._buffers = _TensorCopies(
@@ -189,7 +190,8 @@ class _TensorCopies:
         self._forget_marks()
 
     def _forget_marks(self) -> None:
-        # All copies and their originals; the marks and storages of each when it was current.
+        # The copies and their originals; the mark and storage of each tensor when the copies were
+        # current.
         self._watched: list[Tensor] = []
         self._marks: list[object] = []
         self._storages: list[weakref.ref[torch.UntypedStorage]] = []

@@ -63,41 +63,41 @@ class Batcher(Generic[In_contra, Out_co]):
     - If a batch raises an `Exception` or `SystemExit`, it is split in halves until the bad item is
       alone. Only the caller of that item gets the error, with a note. So the function must be
       repeatable: an item may run up to 1 + log2(n) times. After four bad items, the items of a
-      failed part run one by one. So a batch in which all items are bad takes about n calls.
-      `OutputMismatch` is the function's fault: the batch is not split, and its callers share one
-      error object.
-    - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of that key keep
-      to the size that fitted; the size grows back slowly.
-    - A caller that is cancelled, or whose `timeout` passes, leaves the queue. In a running batch
-      only its output is thrown away. A batch on the event loop is cancelled when its last caller
-      leaves.
+      failed half run one by one. So a batch of n bad items takes about n calls. `OutputMismatch` is
+      the function's fault: the batch is not split, and its callers share one error object.
+    - `torch.OutOfMemoryError`: the batch is halved and tried again. Later batches of the same
+      `batch_key` keep to the size that fitted; this size grows back slowly.
+    - A caller that is cancelled, or whose `timeout` passes, leaves the queue. If the item's batch
+      runs already, only the item's output is thrown away. A batch on the event loop is cancelled
+      when its last caller leaves.
     - A full queue refuses items at once (`Overloaded`).
 
     Type checkers infer `Batcher[In, Out]`: the type of outputs from the annotations of the function
     or of the module's `forward`, and the type of items from those of `collate_fn`.
 
     `async with` or the first use opens the batcher. After it was closed, `async with` opens it
-    again, in any event loop, as soon as the batches of the last run have ended. Nothing is left of
-    that run: `stats()` and learned batch sizes begin anew. Observers stay.
+    again, in any event loop, as soon as its earlier batches have ended. `stats()` and learned batch
+    sizes then begin anew. Observers stay.
 
     Args:
         fn_or_pool: Called with a batch; returns its outputs. A batch that is a mapping goes to a
-            module, also in a pool, as `module(**batch)`, but to a function as `fn(batch)`. It runs
-            under the state of the code that made the batcher. A plain function or module runs on
-            the workers of the executor that is current when the batcher is opened. A coroutine
-            function, or a `DataParallel`, which splits a batch over all its devices, is awaited on
-            the event loop; workers make its batches. A `ReplicaPool` gives each batch to one of its
-            replicas. A generator function or async generator function yields outputs step by step,
-            for `stream`.
+            module, also in a pool, as `module(**batch)`, but to a function as `fn(batch)`. The
+            function runs under the state of the code that made the batcher. A plain function or
+            module runs on the workers of the executor that is current when the batcher is opened. A
+            coroutine function is awaited on the event loop, and so is a `DataParallel`, which
+            splits a batch over all its devices; workers collate the batches. A `ReplicaPool` gives
+            each batch to one of its replicas. A generator function or async generator function
+            yields outputs step by step, for `stream`.
         max_batch_size: The most items in a batch.
         max_queue_delay: Seconds that an item may wait for a batch to fill while a worker is free.
-            An item with a timeout waits at most half of it, and leaves at least two batch times
-            before its deadline. 0: no wait.
+            An item with a timeout waits at most half of the timeout, and leaves the time of at
+            least two batches before its deadline. 0: no wait.
         max_pending: The most items that may wait.
         max_wait: A new item is refused if it would wait longer than this many seconds, as estimated
             from the latest batches. None: no bound.
         concurrency: How many batches run at once. None: one, or one per replica of a pool. The
-            default executor grows for it; an executor of your own runs as many as it has workers.
+            default executor adds workers for these batches; an executor of your own runs as many
+            batches as it has workers.
         collate_fn: Makes a batch of a list of items, on the worker. None: what
             `aiopar.serve.collate` does, which stacks nested tensors along a new dimension 0.
             `aiopar.serve.pad_collate` pads; `list` keeps a list.
@@ -135,10 +135,11 @@ class Batcher(Generic[In_contra, Out_co]):
     pool: ReplicaPool[Any] | None
     """The pool that runs the batches, if there is one."""
     _replicas: Sequence[PoolReplica] | None = None
-    """The replicas that its runners use, empty without a pool; None while it is not open."""
+    """The replicas of the runners, empty without a pool; None while the batcher is not open."""
 
     # A type checker takes the first overload that fits. Modules come first: as callables, they
-    # return `Any`. The first two have no `unbatch_fn`: they know what the default does.
+    # return `Any`. The first two overloads have no `unbatch_fn`, because they describe what the
+    # default does.
 
     @overload  # a module
     def __init__(
@@ -343,7 +344,7 @@ class Batcher(Generic[In_contra, Out_co]):
             if settings.cost is not None:
                 request.cost = _checked_cost(settings.cost(request.item))
         finally:
-            self._tell_observers(request)  # of every request, also if its key or cost failed
+            self._tell_observers(request)  # also if the key or the cost failed
         request.streams = streams
         if timeout is None:
             scheduler.put(request)
@@ -361,7 +362,7 @@ class Batcher(Generic[In_contra, Out_co]):
     def _checked_timeout(self, given: float | None) -> float | None:
         if given is None:
             return self._settings.timeout
-        # A negative timeout is allowed: the rest of the caller's own deadline, which has passed.
+        # A negative timeout is allowed: it may be what is left until a deadline of the caller.
         timeout = as_number("timeout", given)
         return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 
@@ -498,7 +499,7 @@ class Batcher(Generic[In_contra, Out_co]):
 
     @property
     def _opened(self) -> bool:
-        """Whether it has runners for the replicas that its pool has now."""
+        """Whether the batcher has runners for the present replicas of its pool."""
         replicas, pool = self._replicas, self.pool
         return replicas is not None and (pool is None or replicas is pool._replicas)
 
@@ -526,7 +527,8 @@ class Batcher(Generic[In_contra, Out_co]):
         if isinstance(fn, torch.nn.Module):
             fn = partial(call_module, fn)
         if not kind.on_loop:
-            # A worker for each batch, if the executor grows: batches may wait for more than cores.
+            # If the executor can grow, each batch gets a worker: a batch may wait for other things
+            # than a core.
             dispatcher.ensure(count)
             if kind.streams:
                 what, instead = "a Batcher of a generator function", "use a DeviceExecutor"
@@ -559,7 +561,7 @@ class Batcher(Generic[In_contra, Out_co]):
 
     @property
     def ready(self) -> bool:
-        """Whether it takes items: it is open and not closing, and a replica is in service."""
+        """Whether the batcher takes items: it is open, not closing, and a replica is in service."""
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
 
     @property
@@ -569,7 +571,7 @@ class Batcher(Generic[In_contra, Out_co]):
 
     @property
     def _seconds_busy(self) -> float:
-        """How long each replica or runner has run one batch, at least; a stream is no one call."""
+        """The shortest time that a replica or runner has run its batch; 0.0 for streams."""
         if self.pool is not None:
             return self.pool._seconds_busy
         now, runners = monotonic(), self._scheduler.runners
@@ -580,12 +582,12 @@ class Batcher(Generic[In_contra, Out_co]):
 
     @property
     def closed(self) -> bool:
-        """Whether `aclose` was called, since it was opened."""
+        """Whether `aclose` was called since the batcher was opened."""
         return self._scheduler.closing
 
     @property
     def alive(self) -> bool:
-        """Whether it can ever serve again in this process."""
+        """Whether the batcher can ever serve again in this process."""
         return self.pool is None or self.pool.alive
 
     def stats(self) -> BatcherStats:
@@ -610,7 +612,7 @@ class Batcher(Generic[In_contra, Out_co]):
         self,
         *,
         drain: bool = True,
-        timeout: float | None = None,  # noqa: ASYNC109  # after it the batcher still has work to do
+        timeout: float | None = None,  # noqa: ASYNC109  # the batcher has work after the timeout
     ) -> None:
         """Refuse new items and wait for the items that are there. It may be called again.
 
@@ -629,7 +631,7 @@ class Batcher(Generic[In_contra, Out_co]):
             scheduler.close()
         else:
             scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
-        may_wait = self._kind.on_loop  # but a closed coroutine must not
+        may_wait = self._kind.on_loop  # a coroutine that is being closed must not
         stall_check = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
             with cancel_scope(timeout), heeding_ctrl_c():
@@ -654,7 +656,7 @@ class Batcher(Generic[In_contra, Out_co]):
             closed.close()  # ends the batches of event loops that were closed meanwhile
             await closed.drained
             with self._opening:
-                if self._scheduler is closed:  # else another task has done so
+                if self._scheduler is closed:  # else another task has made it new
                     self._scheduler, self._replicas = self._new_scheduler(), None
         await self._open()
         return self
@@ -694,7 +696,7 @@ def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:
 
 def run_in_own_loop(coroutine: Coroutine[Any, Any, Any]) -> Any:
     """Run `coroutine` on an event loop made for it; blocks."""
-    # With a factory, so that the thread keeps the loop that is set for it, if any.
+    # With a factory, the thread keeps the loop that `asyncio.set_event_loop` has set for it.
     with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner:
         outcome, error = runner.run(_outcome(coroutine))
     if error is None:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
     In_contra = typing_extensions.TypeVar("In_contra", contravariant=True, default=Any)
     Out_co = typing_extensions.TypeVar("Out_co", covariant=True, default=Any)
-else:  # defaults are new in CPython 3.13
+else:  # type variables have defaults since CPython 3.13
     In_contra = TypeVar("In_contra", contravariant=True)
     Out_co = TypeVar("Out_co", covariant=True)
 Arg_contra = TypeVar("Arg_contra", contravariant=True)
@@ -47,7 +47,7 @@ AnyFunction: TypeAlias = Callable[
 class Unary(Protocol[Arg_contra, Result_co]):
     """A function of one argument."""
 
-    # With two overloads, because pyright would take the only one for the type of a lambda, and
+    # There are two overloads, because pyright would use a single one as the type of a lambda, and
     # report errors in the lambda's body.
     @overload
     def __call__(self, arg: Never, /) -> Result_co: ...

@@ -1,7 +1,7 @@
 """The multiprocess mode of prometheus-client: one scrape shows the metrics of all processes.
 
-An environment variable names a folder, to which each process writes the metrics that it would show:
-a file per kind of metric. The scraped process reads all files.
+An environment variable names a folder. Each process writes its metrics to files in that folder, one
+file per kind of metric. The process that is scraped reads all files.
 """
 
 import os
@@ -66,8 +66,9 @@ class SharedValues:
     def start(self) -> None:
         """Write soon, and every second from now on, unless this process does so already.
 
-        A forked child starts with its first request, or when it is scraped. A child without either
-        never writes: its memory has the parent's counts, which must not be added again.
+        A forked child starts with its first request, or when it is scraped. A child without
+        requests and scrapes never writes: its memory has the parent's counts, which must not be
+        added again.
         """
         if self._closed or self._process == os.getpid():  # the usual case takes no lock
             return
@@ -112,7 +113,7 @@ class SharedValues:
                     if family.type == "gauge":
                         self._gauges.add(key)
                         removed.discard(key)
-            for key in removed:  # a file forgets nothing
+            for key in removed:  # no value can be deleted from a file
                 self._values[key].set(0.0)
 
     def close(self) -> None:
@@ -144,10 +145,11 @@ def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
             elif file.stat().st_size:  # 0 while a new process makes the file
                 written.append(str(file))
     collector: Any = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
-    # Its own `collect` reads all files, and fails if one is empty.
+    # The collector's own `collect` reads all files, and fails if a file is empty.
     metrics = collector.merge(written)
     collector.collect = lambda: metrics
-    # With `auto_describe` it knows the names of metrics, and can be restricted to some.
+    # With `auto_describe` the registry knows the names of its metrics, and can be restricted to
+    # some.
     registry = CollectorRegistry(auto_describe=True)
     registry.register(collector)
     return registry

@@ -73,8 +73,8 @@ class BatchObserver:
 
     The events of a batch are `start`, then `compute` and `computed` for each run of the function,
     then `ended`. The function runs several times only after an error. The batch completes its items
-    after `ended`, but a reader of a stream may leave before. If the replica of a batch fails, its
-    items come in a second batch.
+    after `ended`, but a reader of a stream may leave before `ended`. If the replica of a batch
+    fails, its items come in a second batch.
 
     Each method is called in the thread where the event happens and delays this thread, so keep it
     short. Exceptions of a method are logged and otherwise ignored.
@@ -145,7 +145,7 @@ class BatchWatch:
     def run(self, size: int) -> Iterator[None]:
         """The block runs the function for `size` items."""
         self._observers.tell("compute", self._info, size)
-        # The last observer first, as context managers exit.
+        # Observers are told of the end in reverse order, as context managers exit.
         try:
             yield
         except BaseException as error:
@@ -154,7 +154,7 @@ class BatchWatch:
         self._observers.tell_last_first("computed", self._info, None)
 
     def ended(self, outcomes: Sequence[PartOutcome], error: BaseException | None) -> None:
-        """The batch has the results `outcomes`, or `error` as a whole."""
+        """Tell the observers the end of the batch: its `outcomes`, or its `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
         info.outputs = sum(len(one.requests) for one in outcomes if one.error is None)

@@ -45,7 +45,7 @@ def compute_on_replica(
     unbatch_fn: Callable[[Any], Sequence[Any]] | None,
     items: list[Any],
 ) -> tuple[Any, bool]:
-    """As `compute_batch`; raises an error of other code than the module as `OutsideModule`."""
+    """As `compute_batch`; an error that the module did not raise becomes `OutsideModule`."""
     batch = outputs = None
     try:
         try:
@@ -116,7 +116,7 @@ class BatchCall(Call[Any]):
 
     Args:
         part: The part.
-        step: Called with this call.
+        step: The function to run on the worker; its argument is this call.
         ended: Called with the result or the error when the result is complete on the device.
     """
 
@@ -162,7 +162,7 @@ class WorkerPart(BatchPart):
         self._put(self._first_step, self._stepped)
 
     def cancel(self) -> None:
-        """Let the callers leave, which ends a call on a host.
+        """Remove the callers from the audience, which ends a call on a host.
 
         No thread can be interrupted. A generator ends when its callers leave.
         """
@@ -259,7 +259,7 @@ class WorkerPart(BatchPart):
         if error is not None:
             self.error, self.fault = error, Fault.BATCH
             self._close()
-        elif outputs is None or outputs is END:  # None: it failed, or has no requests
+        elif outputs is None or outputs is END:  # None: a failure, or no requests
             self.end()
         elif not self.runner.streams:
             self.end(PartOutcome(self.requests, *outputs))
@@ -287,8 +287,8 @@ class WorkerPart(BatchPart):
         run_user_code(self.runner.caller, close, (self._steps,))
 
     def _closed(self, _: None, error: BaseException | None) -> None:
-        # Again, because perhaps no worker took the call. A generator that is only collected leaves
-        # its grad mode to this thread.
+        # The steps are closed again, because perhaps no worker took the call. If the generator were
+        # only collected, this thread would get its grad mode.
         close(self._steps)
         if self.error is None:
             self.error = error
@@ -341,7 +341,7 @@ class LoopPart(BatchPart):
         if not self.requests and self.batch.waiting:  # cancelled before its first step
             self._interrupted(None)
         if self.audience is not None and self.audience.gone:
-            self.error = None  # the cancellation, because all callers have left
+            self.error = None  # drops the cancellation: all callers have left
         self.end(self._outcome)
 
     async def _run(self) -> None:
@@ -441,7 +441,8 @@ async def _advance(iterator: Any) -> Any:
 class _GeneratorState(CallerState):
     """A state whose context variables one generator changes from step to step.
 
-    Make it while the variables of the observers are set, because every step then sees them.
+    Make this state while the variables of the observers are set: every step then sees these
+    variables.
     """
 
     __slots__ = ("_own",)

@@ -57,7 +57,8 @@ class PrometheusMetrics:
     deadline passed); or `cancelled` (its caller was cancelled, or left a stream before its end).
 
     The busy ratio covers the time between the last two readings of the registry that were at least
-    a second apart. A call counts when it ends; on an accelerator, for the time of its launch.
+    a second apart. The time of a call counts when the call ends; on an accelerator it is the time
+    of the launch.
 
     Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`.
 
@@ -193,7 +194,7 @@ def exposition(registry: "CollectorRegistry", accept: str, names: list[str]) -> 
 
     try:
         encode, content_type = choose_encoder(accept)
-    except (TypeError, ValueError):  # it cannot compare the client's version
+    except (TypeError, ValueError):  # the version in `accept` is malformed
         encode, content_type = choose_encoder("")
     if (folder := shared_folder()) is not None:
         registry = registry_of_all_processes(folder)
@@ -255,11 +256,11 @@ class _Histogram:
 
 
 class _Observer(BatchObserver):
-    """Counts of a batcher that its `stats()` lack. Who reads the counts holds `lock`."""
+    """The counts of a batcher that `stats()` does not have. Their reader holds `lock`."""
 
     def __init__(self, collector: "_Collector") -> None:
         self._collector = collector
-        self.lock = ReentrantLock()  # a coroutine that is closed in the middle takes it
+        self.lock = ReentrantLock()  # a coroutine may be closed at any line
         self.reset()
         _observers.add(self)
 
@@ -313,7 +314,7 @@ class _Collector:
     """Makes the metrics, whose names begin with `prefix`, whenever its registry is read."""
 
     def __init__(self, prefix: str) -> None:
-        self.resources: dict[Measurable, _Observer] = {}  # the observers of batchers count
+        self.resources: dict[Measurable, _Observer] = {}  # each with its observer
         self.shared: SharedValues | None = None  # what other processes see, in multiprocess mode
         self._prefix = prefix
         self._lock = ReentrantLock()  # a signal handler may read the metrics, too
@@ -359,7 +360,7 @@ class _Collector:
         return ratio
 
     def _name(self, pool: WorkerPool) -> str:
-        """The prefix of its threads' names, with a number if several executors have this prefix."""
+        """The prefix of the pool's threads; with a number if several executors have this prefix."""
         with self._lock:
             if pool not in self._names:
                 prefix = pool.thread_name_prefix

@@ -67,7 +67,7 @@ class RequestGroup:
         self.entries: list[Entry[Any]] = []
         """The requests that wait, sorted by priority, then cost, then arrival."""
         self.waiting_cost = 0.0
-        """The sum of their shares of a batch's cost; 0 if costs are not used."""
+        """The sum of the requests' shares of a batch's cost; 0 if costs are not used."""
         self._good = 0
         """The most items that have fitted since the last failure."""
         self._successes = 0
@@ -90,7 +90,7 @@ class RequestGroup:
         if not self._trial:
             return
         self._good = max(self._good, count)
-        if count < self.limit:  # says nothing of a larger one
+        if count < self.limit:  # a smaller batch says nothing of `limit`
             return
         self._successes += 1
         if self._successes >= self._trial:
@@ -105,8 +105,9 @@ class RequestQueue(Generic[R]):
 
     All requests of a batch have the group of its leader. The leader is the oldest request of the
     lowest priority value. When 32 batches have passed over a request, the oldest such request leads
-    instead: no request waits forever. The lowest priority values join the leader first; among equal
-    ones the requests nearest in cost to the leader, or without costs the oldest.
+    instead: no request waits forever. The requests with the lowest priority values join the leader
+    first. Among requests of equal priority, those nearest in cost to the leader come first; without
+    costs, the oldest do.
 
     The queue has no lock and no clock. Its owner serializes the calls.
 
@@ -215,7 +216,7 @@ class RequestQueue(Generic[R]):
         for group in self._groups:
             share = bisect_left(group.entries, (request.priority + 1,)) / len(group.entries)
             amount = self._amount(group) * share
-            # The last batch of its own group has room for the request.
+            # The last batch of the request's own group has room for the request.
             own = group is request.group
             batches += int(amount + _ROUNDING) if own else ceil(amount - _ROUNDING)
         return batches
@@ -246,7 +247,7 @@ class RequestQueue(Generic[R]):
         return max(amount, group.waiting_cost / self._max_batch_cost) if self._by_cost else amount
 
     def _share(self, cost: float) -> float:
-        """The share of a batch's cost that a request takes; padded: among equal requests."""
+        """The share of a batch's cost that a request takes; if padded, among equal requests."""
         if not self._padded:
             return cost
         return self._max_batch_cost / max(1.0, self._max_batch_cost // cost)
@@ -293,7 +294,7 @@ class RequestQueue(Generic[R]):
                 above = entries[right][1] - leader.cost if right < stop else inf
                 if below == above == inf:
                     break
-                group: list[Entry[R]] = []  # equally near; the first to come goes first
+                group: list[Entry[R]] = []  # equally near requests; the oldest goes first
                 if below <= above:
                     first = bisect_left(entries, (priority, entries[left - 1][1]), start, left)
                     group += entries[first:left]

@@ -38,7 +38,7 @@ def copies_of(module: nn.Module, replicas: "Sequence[PoolReplica]", fresh: bool)
 
     Copies on one device share their parameters, also with `module` if `module` is there. Each copy
     has its own buffers. If the workers have hosts, one object stands for the copies on all hosts.
-    Unless `fresh`, `module` is this object already.
+    Unless `fresh`, `module` must be this object already.
     """
     if not replicas[0].worker.shares_memory:
         if fresh:
@@ -116,9 +116,9 @@ def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
 # Replicas.
 
 _CHECK_PAUSE = 10.0
-"""The pause after a warm-up for failed calls, in multiples of the warm-up's duration.
+"""How long failed calls cause no further warm-up, in multiples of the last warm-up's duration.
 
-Clients that send bad inputs again and again then take little of a replica's time.
+So clients that send bad inputs again and again take little of a replica's time.
 """
 
 
@@ -162,7 +162,7 @@ class PoolReplica:
 
         rebuilding, or returning (a new host starts for a lost one)  ->  ready (in service)
         ready  ->  rebuilding (it is broken), returning
-        any    ->  retired (its device is lost), closed (the pool was)
+        any    ->  retired (its device is lost), closed (the pool is closed)
 
     Attributes:
         index: Its index in the pool's `devices`.
@@ -265,7 +265,7 @@ class PoolReplica:
         except (Exception, SystemExit) as error:
             add_note_once(error, f"in {self._where}")
             if isinstance(error, WorkerLost):
-                # Not where the error is handled, because the caller may have left.
+                # The listeners are told here, because a caller that has left handles no error.
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error
@@ -320,7 +320,7 @@ class PoolReplica:
         self._consecutive_failures = 0
 
     def warm_up(self, module: nn.Module, caller: CallerState) -> None:
-        """Run `module` on the warm-up input; on its worker."""
+        """Run `module` on the warm-up input; called on the replica's worker."""
         call = self._call(module)
         for arguments in self._settings.warmup:
             self.worker.run(ModuleCall.run, (call, *arguments), NO_KWARGS, caller)
@@ -328,7 +328,7 @@ class PoolReplica:
             current_stream(self.worker.device).synchronize()  # kernels fail late
 
     def prepare(self, module: nn.Module, caller: CallerState) -> None:
-        """Make a fresh copy ready to serve; on its worker."""
+        """Make a fresh copy ready to serve; called on the replica's worker."""
         if self.worker.shares_memory and is_accelerator(self.worker.device):
             # The copy's memory belongs to another stream. When it is freed, calls of this worker
             # may still read it.
@@ -364,7 +364,7 @@ class PoolReplica:
 
 @dataclass(slots=True)
 class ModuleCall:
-    """Calls a module on its device; on the host of a worker."""
+    """Calls a module on its device; runs on the host of a worker."""
 
     module: nn.Module  # or what stands for it (`Worker.keep`)
     device: torch.device  # inputs are moved there

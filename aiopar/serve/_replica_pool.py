@@ -58,17 +58,18 @@ class ReplicaPool(Generic[Out_co]):
     """Kept replicas of a module; each takes whole batches: `y = await pool(batch)`.
 
     `DataParallel` splits a batch over all devices. A pool sends each batch to the least loaded
-    device, which suits a service: the next batch is always there. Each replica has a worker of its
-    own, which runs all its calls. `torch.nn.parallel` has no such class.
+    device, which suits a service, where other batches keep the other devices busy. Each replica has
+    a worker of its own, which runs all its calls. `torch.nn.parallel` has no such class.
 
     - *Weights* are replaced without a pause by `load_state_dict` and `swap`. Each answer comes
       wholly from the old or wholly from the new weights.
     - *A broken replica* is rebuilt: copied again from the pool's module, warmed up and put back in
       the background. A replica is broken when `max_failures` calls in a row have failed, and then
-      the warm-up input fails too. The call is tried once more on another replica. A failed rebuild
-      is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is broken, only new
-      weights help. Without a warm-up input no replica counts as broken. If the warm-up input
-      succeeds, the calls had bad inputs; for ten times as long as it took, it is not run again.
+      the warm-up input fails too. The last of these calls is tried once more on another replica. A
+      failed rebuild is tried again after 1, 2, 4, ... 60 seconds. If the pool's module itself is
+      broken, only new weights help. Without a warm-up input no replica counts as broken. If the
+      warm-up input succeeds, the calls had bad inputs. The next warm-up then comes after ten times
+      the duration of this one, at the earliest.
     - *After a device error* (`torch.AcceleratorError`) all replicas on that device are retired: a
       process cannot get a lost device back. Their calls are tried once more on other devices.
 
@@ -144,8 +145,8 @@ class ReplicaPool(Generic[Out_co]):
         # The fields above change under this lock, and so do the states of replicas.
         # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
-        # When a replica has come into service or left it: this future is done, and the listeners
-        # are called in the thread of the change.
+        # When a replica comes into service or leaves it, the thread of that change ends this future
+        # and calls the listeners.
         self._changed: Future[None] = running_future()
         self._listeners: set[WeakMethod[Callable[[], None]]] = set()
         # Opening and rebuilding are tasks of the loop that opens the pool.
@@ -328,7 +329,8 @@ class ReplicaPool(Generic[Out_co]):
 
         Args:
             caller: The state that the module runs under.
-            module: The module; or what stands for its copies on hosts, to make more copies.
+            module: The module; or the object that stands for its copies on hosts, to make more
+                copies.
             replicas: At least one replica. The other replicas can serve meanwhile.
             fresh: Whether hosts get copies that no host has had.
         """
@@ -452,7 +454,8 @@ class ReplicaPool(Generic[Out_co]):
             while True:
                 try:
                     if not replica.worker.shares_memory:
-                        # A host may take long to start, and a swap must not wait for the host.
+                        # An empty call starts a lost host. This may take long, and a swap must not
+                        # wait for it.
                         await replica.call(caller, bool)
                     async with self._installing:
                         if replica.state not in REBUILDING:
@@ -463,7 +466,7 @@ class ReplicaPool(Generic[Out_co]):
                         self._install(module, copies)
                         replica.rebuilds += 1
                         return
-                except BaseException as error:  # any error of the module may pass
+                except BaseException as error:  # a module may raise any error
                     if isinstance(error, GeneratorExit) or is_cancellation(error):
                         raise  # the loop was closed, or `aclose` cancels this task
                     if replica.state not in REBUILDING:
@@ -511,7 +514,7 @@ class ReplicaPool(Generic[Out_co]):
         self,
         *,
         drain: bool = True,
-        timeout: float | None = None,  # noqa: ASYNC109  # the pool is closed after it
+        timeout: float | None = None,  # noqa: ASYNC109  # the pool closes after the timeout
     ) -> None:
         """Refuse new calls, wait for the calls in flight, then drop the replicas.
 

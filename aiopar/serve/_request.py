@@ -58,7 +58,7 @@ class Request:
         self.priority = 0
         self.cost = 1.0
         self.deadline = inf
-        """By `time.monotonic`. Later the item is not computed any more."""
+        """By `time.monotonic`. After the deadline the item is not computed any more."""
         self.streams: tuple[CallerStream, ...] = ()
         """The streams on which the caller had launched work."""
         self.rejected: str | None = None
@@ -157,7 +157,7 @@ class Request:
 
 
 def streams_of(requests: Sequence[Request]) -> list[CallerStream]:
-    """The streams on which the callers had launched work; a stream without an event comes once."""
+    """The streams on which the callers launched work; one entry per stream without an event."""
     callers = [caller for request in requests for caller in request.streams]
     others = {caller.stream: caller for caller in callers if caller.event is None}
     return [caller for caller in callers if caller.event is not None] + list(others.values())
@@ -231,7 +231,7 @@ class Audience:
     reading slows no other caller. A caller for which too many outputs wait is removed.
 
     Every method may be called from any thread, also by the garbage collector in the middle of
-    another method. So no method waits: the thread whose turn it is makes all changes.
+    another method. So no method waits: one thread at a time makes the changes of all threads.
 
     Args:
         requests: The requests of the callers.
@@ -242,7 +242,7 @@ class Audience:
         self, requests: Sequence[Request], emptied: Callable[[], object] | None = None
     ) -> None:
         self._turn = [None]
-        """Empty while a thread makes the changes."""
+        """Holds one element; the thread that makes the changes takes this element."""
         self._changes: deque[Callable[[], object]] = deque()
         self._unread = dict.fromkeys(requests, 0)
         """How many outputs each caller has not read."""
@@ -284,11 +284,11 @@ class Audience:
 
     def _change(self, change: Callable[[], object]) -> None:
         self._changes.append(change)
-        # Again after each turn: a change may have come just before its end.
+        # The loop looks again after each turn: a change may have come just before the turn's end.
         while self._changes:
             due = emptied = None
             try:
-                # Neither this nor the next steps call a function: Ctrl-C comes when one returns.
+                # Up to the `try` no function is called: Ctrl-C comes only when a function returns.
                 del self._turn[0]
             except IndexError:
                 return  # the thread that makes the changes makes this one too

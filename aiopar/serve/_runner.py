@@ -27,7 +27,7 @@ class BatchSource(Protocol):
     observers: Observers[BatchObserver]
 
     def take(self, batch: "BatchRun") -> list[Request]:
-        """Return the requests of the next batch, none if none is due; set `batch.requests`."""
+        """Return the requests of the next batch, if one is due; store them in `batch.requests`."""
 
     def ended(
         self,
@@ -39,7 +39,8 @@ class BatchSource(Protocol):
         """A batch has ended: start the next one, and deliver the outcomes.
 
         Args:
-            batch: The batch. It has no requests if none was left, or if no worker or loop took any.
+            batch: The batch. It has no requests if the queue had none, or if no worker or loop took
+                the batch.
             outcomes: The outcomes of its requests.
             lost: Requests that must run again: neither an item nor the function was at fault.
             error: The error that ended the whole batch.
@@ -57,7 +58,7 @@ class Runner:
         kind: The kind of the function.
         executor: The executor whose workers collate the batches.
         caller: The state that the function runs under.
-        replica: The replica that runs the batches. None: the function does.
+        replica: The replica that runs the batches. None: `fn` is a function and runs them.
         replica_failed: Takes the replica out of service.
     """
 
@@ -242,7 +243,7 @@ class BatchRun:
             deliver_soon([outcome])  # the callers need not wait for the other parts
 
     def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> PartOutcome | None:
-        """Handle the error of a part. Returns its outcome; None if its requests wait for theirs."""
+        """Handle the error of a part. Returns the outcome, or None if that comes later."""
         if self._splitting is None:
             self._splitting = Splitting(len(self.requests))
         if part.begun:
@@ -337,7 +338,7 @@ class BatchPart:
         deliver_soon([PartOutcome(self.requests, outputs, unbatched, step)])
 
     def end(self, outcome: PartOutcome | None = None) -> None:
-        """End the part with `error`, or else with `outcome`; that of a stream is `END`."""
+        """End the part with `error`, or else with `outcome`; a stream gets its `END` here."""
         # The error's traceback holds frames that hold this part.
         error, self.error = self.error, None
         left = self.audience is not None and self.audience.gone and not self.begun

@@ -94,9 +94,9 @@ class Scheduler:
     the lock. But destructors and signal handlers may run at any line, so the lock is re-entrant.
 
     If batches run on event loops, runners start on the loop of a waiting request, because any other
-    loop may be about to end. A loop that ends cancels its tasks, which report that. A loop that is
-    closed while its tasks run reports nothing: the scheduler checks for that when a request comes
-    or goes.
+    loop may be about to end. A loop that ends cancels its tasks, and these report the end. A loop
+    that is closed while its tasks run reports nothing: the scheduler checks for that when a request
+    comes or goes.
 
     Args:
         settings: The options of the batcher.
@@ -113,8 +113,8 @@ class Scheduler:
         self._lock = ReentrantLock()
         self.group = RequestGroup(settings.max_batch_size)
         """The group of the requests without a key."""
-        # A key that is forgotten while its requests wait only makes a batch smaller. The second
-        # argument is there because with one `lru_cache` takes True and 1 for different keys.
+        # If a key is forgotten while its requests wait, its next batch is only smaller. The second
+        # argument makes `lru_cache` use one entry for keys that are equal, such as True and 1.
         remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
         self._groups = remembered(lambda key, _: RequestGroup(settings.max_batch_size, key))
         self._queue: RequestQueue[Request] = RequestQueue(
@@ -391,17 +391,18 @@ class Scheduler:
             if failed_with:
                 self._last_failure = f"; the last one failed with {failed_with}"
             self._runners.release(batch.runner, failed=failed)
-        # Before the delivery, so that the worker takes its next batch: waking a loop takes longer.
+        # Runners start before the delivery, because waking a loop takes longer than a start.
         self._start_due()
         try:
             if failed and error is not None:
                 batch.runner.fail(error)
-                # Here too: `fail` does nothing if the replica was out of service before.
+                # Also called here, because `fail` does nothing if the replica was out of service
+                # before.
                 self.runners_changed()
             deliver_soon(outcomes)
         finally:
             self._delivering.discard(batch)
-            if self.closing:  # read afterwards: `close` sees the removal, or is seen here
+            if self.closing:  # read last, so that `close` or this line sees the end
                 with self._lock:
                     self._check_drained()
 
@@ -418,7 +419,8 @@ class Scheduler:
             if isinstance(error, WorkerLost):
                 request.losses += 1
                 if request.losses > MOST_LOSSES // 2:
-                    # It runs alone from now on, because one of them may be what ends hosts.
+                    # The request runs alone from now on, because one of the lost requests may end
+                    # hosts.
                     request.group = RequestGroup(1, request.key)
             elif error is not None:
                 request.losses += MOST_LOSSES // 2 + 1  # the second failed replica is the last
@@ -445,7 +447,7 @@ class Scheduler:
         """End the batches whose loop was closed, or whose outputs no caller reads.
 
         Unread batches are ended only if requests or the closing of the batcher wait for them. Each
-        waiting request calls this from time to time, because nothing else may happen.
+        waiting request calls this method from time to time: perhaps no other event comes.
         """
         if self._on_loop:
             self._end_lost()
@@ -491,7 +493,7 @@ class Scheduler:
             self.drained.set_result(None)
 
     def forget_after_fork(self) -> None:
-        """In a child process: requests and batches stayed in the parent."""
+        """Start anew in a child process: the requests and batches stay in the parent."""
         self.drained = running_future()
         self._queue.clear()
         self._due.clear()

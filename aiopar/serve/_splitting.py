@@ -53,7 +53,7 @@ class Splitting:
             return PartOutcome(part, error=error)
         if len(part) > 1:
             if out_of_memory:
-                drop_frames(error)  # before the next try; a reference cycle may keep them
+                drop_frames(error)  # frees memory; a reference cycle may keep the frames
             self._split(part, 1 if self._failed_alone >= _MANY_BAD else (len(part) + 1) // 2)
             return None
         self._failed_alone += 1

@@ -52,7 +52,7 @@ class PoolStats:
 
 Rejection: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
 
-_LATEST = 1024  # durations
+_LATEST = 1024  # how many durations are kept
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ class Unread(dict[int, Any]):
 
     def __init__(self, buffer: int) -> None:
         self.buffer = buffer
-        self.next_step = 0  # of the part that is read next
+        self.next_step = 0  # the step of the part that is read next
 
 
 class StreamRequest(Request):
@@ -78,7 +78,7 @@ class StreamRequest(Request):
 Part_co = TypeVar("Part_co", covariant=True)
 _Begin: TypeAlias = Callable[[], Coroutine[Any, Any, StreamRequest]]
 Leave: TypeAlias = Callable[[StreamRequest, BaseException | None], object]
-"""Ends a request: its caller has read all parts (None), or leaves because of an error."""
+"""Ends a request: None when the caller has read all parts, or the error with which it leaves."""
 
 
 class OutputStream(AsyncOnly, Generic[Part_co]):
@@ -196,7 +196,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         """Leave the batch, unless another running task reads the stream.
 
         The owner's task calls this at its end. The reader may have ended without closing the
-        stream: a suspended generator in a reference cycle waits for the garbage collector.
+        stream, for example if a suspended generator holds the stream in a reference cycle.
         """
         reader = self._reader
         if reader is not None and reader != current_task() and not has_ended(reader):

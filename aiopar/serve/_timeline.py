@@ -26,7 +26,7 @@ from ._places import WorkerPart
 _BEAT = 0.02  # seconds from one beat of an event loop to the next
 _STALL = 0.005  # a beat that is so many seconds late is a stall
 _TICK = 100  # the width of a tick, in nanoseconds
-_STALLS = ": stalls"  # the end of the names of rows of stalls, which are above the other rows
+_STALLS = ": stalls"  # the suffix of a row of stalls; such rows come first
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class _Bar:
     row: Worker | str | None  # a worker, or the name of a row; None before a worker has the call
     name: str
     args: dict[str, Any]
-    start: float  # while a call is in a queue: when it was queued
+    start: float  # of a call in a queue: when it was queued
     end: float = 0.0
     arrivals: Sequence[float] = ()  # of a batch: when its items came, to find the batch of an item
     lane: int = 0  # the number of its lane in the file
@@ -56,14 +56,15 @@ and its outcome. A tuple, because there are many items.
 def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace":
     """Record a timeline while the block runs, for https://ui.perfetto.dev or chrome://tracing.
 
-    All executors and batchers of the process are recorded, also those that the block makes; calls
-    of other processes and of Ray actors in the row of the worker that sends them. The file has:
+    All executors and batchers of the process are recorded, also those that the block makes. A call
+    to another process or to a Ray actor is in the row of the worker that sends the call. The file
+    has:
 
     - a row for each worker, named by its host, device and replica (`cpu:0`, `process:0/cpu`,
       `cuda:0, replica 0`), with its calls and batches. Bars that overlap get a second row with the
       same name. On an accelerator a bar ends when its kernels are done;
-    - in the name of a batch its size, and in its arguments its key and how many of its items got an
-      output or an error. A call has in its arguments how long it was queued;
+    - the size of a batch in the batch's name; in its arguments, its key and how many items got an
+      output or an error. The arguments of a call tell how long it was queued;
     - a row for each event loop, with a tick when an item comes and a tick when its caller gets the
       outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
     - a bar for each item's wait in a queue;
@@ -195,7 +196,7 @@ class Trace:
 
 
 class _Calls(ExecutorObserver):
-    """Records the calls of one executor, which has no name."""
+    """Records the calls of one executor. The second argument, a name, is not used."""
 
     def __init__(self, trace: Trace, _: str) -> None:
         self._trace = trace

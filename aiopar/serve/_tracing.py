@@ -21,8 +21,8 @@ class OpenTelemetryTracing:
       `queue` span of a caller without a span.
     - `compute` spans one run of the function; there are several runs only after an error. Its
       parent is `batch`, and it is the current span while the function runs. For a generator
-      function it ends with the first step, but stays the current span in later steps: their spans
-      become its children, and attributes that they set on it are lost.
+      function this span ends with the first step, but stays the current span in later steps. Spans
+      of later steps become its children; attributes that they set on it are lost.
 
     The name of each span ends with the name of the batcher: `queue tiny`.
 

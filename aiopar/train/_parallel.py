@@ -159,8 +159,8 @@ class Parallel(AsyncOnly):
             _worker_devices(num_workers, devices), thread_name_prefix="aiopar-parallel"
         )
         workers = self._executor.devices
-        # Workers that share an accelerator launch on one stream. With a stream each, nothing would
-        # order the kernels of two units that add to the same `.grad`, one after the other.
+        # Workers that share an accelerator launch on one stream. With streams of their own,
+        # nothing would order the kernels of two units that add to the same `.grad` in turn.
         self._streams = {
             device: slot_stream(device) if workers.count(device) > 1 else None for device in workers
         }
@@ -180,7 +180,7 @@ class Parallel(AsyncOnly):
         self._alone: Future[Any] | None = None
         self._waiting: deque[tuple[FutureCall[Any], torch.device]] = deque()
         self._closed = False
-        self._drained: Future[None] = running_future()  # until closed, and every unit has ended
+        self._drained: Future[None] = running_future()  # done when closed and all units ended
 
     @short_repr
     def __repr__(self) -> str:
