@@ -122,11 +122,8 @@ class Search:
         self._told = told
         self._advanced = advanced
         own, pool = batcher._settings, batcher.pool
-        self.own = Settings(
-            own.max_batch_size,
-            own.concurrency or (1 if pool is None else len(pool.devices)),
-            own.max_queue_delay,
-        )
+        concurrency = own.concurrency or (1 if pool is None else len(pool.devices))
+        self.own = Settings(own.max_batch_size, concurrency, own.max_queue_delay)
 
     async def run(self) -> Found:
         """Improve one option after the other, and compare the result with the batcher's own."""

@@ -40,8 +40,7 @@ class _TimedEvent:
             raise BlockingWaitError(
                 f"this would block the event loop of this thread: use `{instead}`"
             )
-        # The future's own `wait` would let another thread run the queue of a waiting worker. Here
-        # the worker must really be held.
+        # Unlike the future's own `wait`, this lets no other thread run the queue of a held worker.
         return self._event.wait(self._timeout)
 
     async def wait_async(self) -> bool:
@@ -179,9 +178,8 @@ class Gate:
         return event
 
     def _not_entered(self, count: int) -> TimeoutError:
-        return TimeoutError(
-            f"{self._count} of {count} calls entered the gate within {self._timeout} s"
-        )
+        entered = f"{self._count} of {count} calls"
+        return TimeoutError(f"{entered} entered the gate within {self._timeout} s")
 
     def __enter__(self) -> Self:
         return self

@@ -80,7 +80,7 @@ def accelerators_in_use() -> tuple[torch.device, ...]:
 
 def default_devices() -> tuple[torch.device, ...]:
     """Every accelerator; without one, the CPU once per core, and at least twice."""
-    return all_accelerators() or (torch.device("cpu"),) * max(2, core_count())
+    return all_accelerators() or (_CPU,) * max(2, core_count())
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -95,10 +95,7 @@ def set_operator_threads(count: int) -> None:
 
 
 class CoreShares:
-    """Divides the cores of the process among the workers of an executor that are running.
-
-    Each worker gets an equal share, at least one core, or `num_threads` if that is given.
-    """
+    """Equal shares of cores for the running workers of an executor, or `num_threads` for each."""
 
     def __init__(self, num_threads: int | None) -> None:
         self._fixed = num_threads

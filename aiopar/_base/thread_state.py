@@ -310,7 +310,6 @@ class _InferenceMode(threading.local):
 
     # The destructor of a guard restores the mode from before the guard. So the last guard is kept.
     # It is left just before the next one is entered, when all other state is clear.
-
     _guard: Any = None
 
     def set(self, mode: bool) -> None:

@@ -19,8 +19,7 @@ may do more than store their arguments. Other attributes of the object are kept,
 numbers, strings, sets, classes, `torch.Size`, other objects.
 
 Only `scatter` and `gather` search other iterables (`iterable_parts`), as torch's `gather` does: an
-iterable may be a data loader. Callers that split or join batches take a dataclass with more state
-than its fields for a value (`batch_children`).
+iterable may be a data loader.
 
 No function here is a recursive closure, as in `torch.nn.parallel`: such closures are reference
 cycles, which keep tensors alive until the garbage collector runs.
@@ -270,8 +269,7 @@ def unzip(split: Callable[[Any], list[Any] | None], tree: Any, count: int) -> li
     contains itself, or is nested too deeply, raises ValueError.
     """
     try:
-        columns = _unzip(split, tree, count)
-        return _share(tree, count) if columns is None else columns
+        return _unzip(split, tree, count) or _share(tree, count)
     except RecursionError:
         pass
     # Perhaps an object contains itself. If it has no tensors, it is shared.

@@ -33,8 +33,7 @@ class KeptReplicas(Generic[M]):
     call copies them, as in torch. `F.batch_norm` writes to them without a trace.
 
     Copied tensors are leaves with the `requires_grad` of their originals, and never inference
-    tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only. All
-    parameters and buffers of the module must be on `devices[0]`.
+    tensors. All methods are thread-safe. Deepcopy and pickle keep module and devices only.
     """
 
     def __init__(self, module: M, devices: Sequence[torch.device]) -> None:

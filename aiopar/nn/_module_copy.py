@@ -25,13 +25,13 @@ TensorMap: TypeAlias = Mapping[int, Tensor]
 The owner of a map keeps the originals alive (`ModuleTree` does), so that ids stay unique.
 """
 
-# The dicts and sets that every module of this version of torch has.
-_CONTAINERS = tuple(
-    name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
-)
 PARTS = "_modules", "_parameters", "_buffers"
-# Hooks, and the set of non-persistent buffers.
-_OTHER_CONTAINERS = tuple(name for name in _CONTAINERS if name not in PARTS)
+# All other dicts and sets of a module in this version of torch: hooks, non-persistent buffers.
+_OTHER_CONTAINERS = tuple(
+    name
+    for name, value in vars(nn.Module()).items()
+    if isinstance(value, dict | set) and name not in PARTS
+)
 
 _new = object.__new__
 # `nn.Module.__setattr__` would look through parameters, buffers and modules first.

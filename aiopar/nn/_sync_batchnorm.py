@@ -338,15 +338,8 @@ class _ComputeMoments(Function):
 
 class _ApplyNorm(Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        var: Tensor,
-        eps: float,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:
+        weight, bias, mean, var, eps = options
         ctx.save_for_backward(x, weight, mean, var)
         ctx.eps = eps
         if weight is not None and weight.dtype == x.dtype:

@@ -396,10 +396,7 @@ class Parallel(AsyncOnly):
         return self
 
     async def __aexit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        if exc_type is None:
-            await self.aclose()
-        else:
-            await self._drop()
+        await (self.aclose() if exc_type is None else self._drop())
 
 
 def _on_stream(stream: torch.Stream, fn: Callable[[Any], Any], x: Any) -> Any:
