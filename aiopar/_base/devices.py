@@ -118,7 +118,8 @@ def _accelerator(kind: str | None, index: int | None, given: Device) -> torch.de
         raise ValueError(f"device {given!r} is not available: this machine has {found}")
     if index is None:
         index = torch.accelerator.current_device_index()
-    if not 0 <= index < (count := len(present)):
+    count = len(present)
+    if not 0 <= index < count:
         raise ValueError(f"device {given!r} is out of range: expected an index in [0, {count})")
     return present[index]
 

@@ -236,8 +236,8 @@ class _HttpRequest:
             # Nothing is left to compute, though the client may still read.
             self._state = _ClientState.OVER
         await self._server_send(message)
-        # Set after the `await`: a cancelled application has sent nothing.
-        self._response_started = True
+        if message["type"] == "http.response.start":
+            self._response_started = True  # not before: a cancelled application has sent nothing
 
     async def receive(self) -> Message:
         """The application's `receive`."""

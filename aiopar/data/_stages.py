@@ -266,7 +266,7 @@ class Stage:
             self._claimed -= len(left)  # those items were not handed on
         for slot in left:
             if slot and type(slot[0]) is Failure:
-                slot[0].take()  # else the error would stay in a reference cycle
+                slot[0].error = None  # else the error would stay in a reference cycle
         if not self.gone.done():
             self.gone.set_result(None)
 

@@ -136,8 +136,8 @@ class Call(Generic[T]):
     queue: CallQueue | None = None
     """The queue that holds the call; None before and after."""
     watch: CallWatch | None = None
-    on_claimed: "Callable[[Call[Any]], object] | None" = None
-    """Called with the call when it leaves its queue: there is room for another."""
+    on_claimed: Callable[[], object] | None = None
+    """Called when the call leaves its queue: there is room for another."""
     error: BaseException | None = None
     result: T | None = None
     left = False
@@ -199,12 +199,10 @@ class Call(Generic[T]):
     def leave_queue(self) -> None:
         """Take the claimed call out of its queue, and make room for another call there."""
         self.queue = None
-        on_claimed, self.on_claimed = (
-            self.on_claimed,
-            None,
-        )  # two threads may do this at once, which is harmless
+        # Two threads may do this at once, which is harmless.
+        on_claimed, self.on_claimed = self.on_claimed, None
         if on_claimed is not None:
-            on_claimed(self)
+            on_claimed()
 
 
 class FutureCall(Call[T]):

@@ -58,7 +58,7 @@ async def await_call(
         if pool.admission is None:
             pool.put(call, workers)
         else:
-            pool.put_when_room(call, workers)
+            await pool.put_when_room(call, workers)
         try:
             await awaiter
         except BaseException as error:
@@ -86,7 +86,7 @@ async def _without_loop(call: AwaitedCall[T], pool: WorkerPool, workers: Sequenc
     waited.synchronize, waited.internal = call.synchronize, call.internal
     waited.streams = call.streams
     try:
-        pool.put_when_room(waited, workers)
+        await pool.put_when_room(waited, workers)
         return await waited.future
     finally:
         del call, waited  # as above

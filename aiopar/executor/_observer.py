@@ -46,7 +46,7 @@ class ExecutorObserver:
     """
 
     def enqueue(self, call: CallInfo) -> None:
-        """The call is queued: by the calling thread, or by the thread that makes room for it."""
+        """The call is queued, by the calling thread."""
 
     def start(self, call: CallInfo) -> None:
         """The worker begins to run the call."""

@@ -20,7 +20,7 @@ from .._base.operator_threads import CoreShares
 from ..errors import ExecutorShutdown
 from ..futures._waiting import at_second_ctrl_c
 from ..futures._wakeup import ki_protected
-from ._backpressure import Admission
+from ._backpressure import Admission, Grant
 from ._call import Call, CallQueue
 from ._gang import GangCall
 from ._observer import CallInfo, CallWatch, ExecutorObserver, Observers, all_executors
@@ -76,7 +76,7 @@ class WorkerPool:
         self.observers: Observers[ExecutorObserver] = Observers(all_executors)
         self.thread_name_prefix = thread_name_prefix
         self.by_device: defaultdict[torch.device, list[Worker]] = defaultdict(list)
-        """The workers of each device, in the order of their repeats."""
+        """The workers of each device, in the order in which they were added."""
         self._make_worker = partial(make_worker, shares=CoreShares(num_threads))
         # An executor with fixed workers runs its calls on them only. Any worker may help with calls
         # of the default executor. (A token: threads may outlive the pool.)
@@ -84,7 +84,7 @@ class WorkerPool:
         self._shared: dict[torch.device, CallQueue] = {}
         """The queue that the workers of a device share; a worker of an accelerator shares none."""
         self._common_queue: CallQueue | None = None
-        """The queue that all workers share; None if there are several."""
+        """The queue that all workers share; None if they are not all on one CPU device."""
         # Held while a gang is queued and while the pool grows or closes; not for a single call.
         # Re-entrant: the garbage collector may run meanwhile, and drop a call or close a generator.
         self._lock = ReentrantLock()
@@ -225,29 +225,29 @@ class WorkerPool:
         if admission is not None:
             try:
                 self.check_open()
-                workers = [admission.request_now(call, workers)]
+                workers = [admission.request_now(workers)]
             except BaseException:
                 _take_back(call)  # the call and its future are a cycle, which keeps the arguments
                 raise
+            admission.admit(call, workers[0])
         self.put(call, workers)
 
-    @ki_protected
-    def put_when_room(self, call: Call[Any], workers: Sequence[Worker]) -> None:
+    async def put_when_room(self, call: Call[Any], workers: Sequence[Worker]) -> None:
         """Queue a call on the least loaded of `workers` that has room, as soon as one has."""
         admission = self._bound
         if admission is None:
             self.put(call, workers)
             return
-
-        def put(chosen: list[Worker]) -> None:
-            try:
-                self.put(call, chosen)
-            except RuntimeError as error:  # the call was dropped; its waiter gets the error
-                call.error = error.with_traceback(None)
-                call.finish()
-
         self.check_open()
-        admission.request([call], [workers], put)
+        grant = admission.request([workers])
+        try:
+            [worker] = await grant
+        except BaseException:
+            if not admission.give_up(grant):  # granted and cancelled at once: nobody uses the room
+                admission.leave(grant.value()[0])
+            raise
+        admission.admit(call, worker)
+        self.put(call, [worker])
 
     @ki_protected
     def put_gang(self, calls: Sequence[Call[Any]], groups: Sequence[Sequence[Worker]]) -> None:
@@ -263,11 +263,25 @@ class WorkerPool:
             self._put_together(calls, chosen)
             return
 
-        def put(workers: list[Worker]) -> None:
-            with suppress(RuntimeError):  # the members were cancelled, which tells their waiters
-                self._put_together(calls, workers)
+        def put(granted: Grant) -> None:
+            for call, worker in zip(calls, granted.value(), strict=True):
+                admission.admit(call, worker)
+            self._put_together(calls, granted.value())
 
-        admission.request(calls, groups, put)
+        def put_late(granted: Grant) -> None:
+            # If this fails, the members were cancelled, which tells their waiters.
+            with suppress(RuntimeError):
+                if not granted.cancelled():
+                    put(granted)
+
+        granted = admission.request(groups)
+        if granted.done():
+            put(granted)
+            return
+        for call in calls:
+            # A gang that is cancelled while it waits for room must not hold up later requests.
+            call.on_claimed = partial(admission.give_up, granted)
+        granted.add_done_callback(put_late)
 
     def _put_together(self, calls: Sequence[Call[Any]], workers: Sequence[Worker]) -> None:
         # Under the lock: two gangs have the same order in every queue that they share. So neither

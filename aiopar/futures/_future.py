@@ -477,7 +477,7 @@ class Future(concurrent.futures.Future[T]):
 class DoneCallback:
     """The `call` of a future that is completed by `fn`, a callback of other futures.
 
-    When that future is cancelled, `fn` is removed: this future needs the others no more.
+    When the future is cancelled, `fn` is removed from the others: nothing needs its result.
     """
 
     def __init__(self, others: Iterable[Future[Any]], fn: Callable[[Future[Any]], object]) -> None:

@@ -166,9 +166,7 @@ class ActorLink:
     def open(self, ready: Future[None], give_up: Callable[[], bool]) -> None:
         """Wait until Ray is `ready` and the actor takes calls; `give_up` is as for `_wait`.
 
-        Raises:
-            RuntimeError: The actor cannot start.
-            WorkerLost: The actor has ended, or was stopped.
+        Raises RuntimeError if the actor cannot start, WorkerLost if it has ended or was stopped.
         """
         self._wait(lambda: ready, give_up=give_up)
         if not ray.is_initialized():

@@ -103,11 +103,7 @@ class Arena:
     # The writer's side.
 
     def allocate(self, size: int) -> int:
-        """Reserve a block; returns the offset of its data.
-
-        Raises:
-            MemoryError: The arena has no gap of this size.
-        """
+        """Reserve a block and return the offset of its data; MemoryError if no gap is as large."""
         length = _ALIGNMENT + -(-size // _ALIGNMENT) * _ALIGNMENT
         start = self._blocks[-1][1] if self._blocks else 0
         # Usually few blocks live, and the first gap has warm pages. If a reader keeps all blocks,
@@ -209,12 +205,7 @@ class Channel:
         self._small = memoryview(bytearray(_SMALL))
 
     def send(self, pickled: Pickled) -> None:
-        """Send an encoded object.
-
-        Raises:
-            Disconnected: The other end is closed.
-            MemoryError: The tensors do not fit into the arena. Nothing was sent.
-        """
+        """Send an encoded object, or raise MemoryError: the tensors do not fit into the arena."""
         data, buffers = pickled
         table = self._place(buffers) if buffers else []
         head = _HEADER.pack(len(data), len(table))

@@ -344,7 +344,8 @@ class HostExecutor(DeviceExecutor):
             except BaseException:
                 await self._let_go(added)
                 raise
-            await self._let_go(going)
+            if going:
+                await self._let_go(going)
 
     async def _let_go(self, workers: Sequence[Worker]) -> None:
         """Remove workers: their replicas leave their pools, then they run their queued calls."""

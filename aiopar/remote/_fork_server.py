@@ -83,8 +83,9 @@ class ForkServer:
                     return
                 except OSError:  # the server has ended
                     self._end()
-            self._connection, requests = own_socketpair()
+            connection, requests = own_socketpair()
             self._start(requests)
+            self._connection = connection  # if the start fails, the next call starts a server
             socket.send_fds(self._connection, [b"!"], files)
 
     def _start(self, requests: socket.socket) -> None:

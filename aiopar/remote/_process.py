@@ -58,7 +58,7 @@ class ProcessExecutor(HostExecutor):
 
     A script that uses it needs `if __name__ == "__main__":`, as for `multiprocessing`. Lambdas,
     functions in functions and functions of a notebook go by value, by `cloudpickle`. The executor
-    needs `os.fork`, so it does not run on Windows. On free-threaded Python, threads serve as well.
+    needs `os.fork`, so it does not run on Windows. On free-threaded Python, threads do as well.
 
     Args:
         devices: As for `DeviceExecutor`.

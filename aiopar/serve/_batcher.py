@@ -111,8 +111,8 @@ class Batcher(Generic[In_contra, Out_co]):
         padded: Whether every item of a batch costs as much as the most expensive one, because
             `collate_fn` pads: `max_batch_cost` then bounds what is computed.
         timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
-        read_timeout: Seconds after which callers of streams that have all stopped reading get
-            `ReaderTooSlow`, if other items wait or the batcher closes.
+        read_timeout: If all callers of a stream's batch have stopped reading for so many seconds,
+            and other items wait or the batcher closes, these callers get `ReaderTooSlow`.
         name: The name in metrics and traces. None: the name of the function, of the module's class,
             or of the pool.
 

@@ -27,11 +27,7 @@ _writing = held_across_fork()
 
 
 def shared_folder() -> Path | None:
-    """The folder of the files; None: this process is not in the multiprocess mode.
-
-    Raises:
-        ValueError: The folder does not exist.
-    """
+    """The folder of the files, which must exist; None without the multiprocess mode."""
     folder = os.environ.get(_FOLDER)
     if folder and not Path(folder).is_dir():
         raise ValueError(

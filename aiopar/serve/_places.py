@@ -94,9 +94,7 @@ def checked(
 ) -> tuple[Any, bool]:
     """The outputs for `count` items, and whether they are a sequence of one output per item.
 
-    Raises:
-        OutputMismatch: The number of outputs is wrong.
-        TypeError: The function returned a coroutine or a generator.
+    Raises OutputMismatch for a wrong number, TypeError for a coroutine or a generator.
     """
     if type(outputs) in NOT_BEGUN:
         raise not_begun(outputs)
@@ -112,12 +110,9 @@ def checked(
 
 
 class BatchCall(Call[Any]):
-    """One step of a part, as a call on a worker.
+    """One step of a part, as a call on a worker, which calls `step` with this call.
 
-    Args:
-        part: The part.
-        step: The function to run on the worker; its argument is this call.
-        ended: Called with the result or the error when the result is complete on the device.
+    `ended` is called with the result or the error when the result is complete on the device.
     """
 
     helpable = False
@@ -162,7 +157,7 @@ class WorkerPart(BatchPart):
         self._put(self._first_step, self._stepped)
 
     def cancel(self) -> None:
-        """Remove the callers from the audience, which ends a call on a host.
+        """Remove the callers from the audience, so that `kill_after` may end a call on a host.
 
         No thread can be interrupted. A generator ends when its callers leave.
         """

@@ -53,10 +53,6 @@ class RequestGroup:
     eighth. If that was too much, the limit falls back to what fitted, and the next trial comes
     after twice as many batches. When `max_batch_size` items have fitted again, all is forgotten.
     The owner serializes the calls.
-
-    Args:
-        max_batch_size: The most items in a batch, whatever fits.
-        key: The key of the requests.
     """
 
     def __init__(self, max_batch_size: int, key: Hashable = None) -> None:

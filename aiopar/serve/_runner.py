@@ -52,10 +52,10 @@ class Runner:
 
     Args:
         source: The source of the batches.
-        make_part: Makes the parts of the batches: a subclass of `BatchPart`.
+        make_part: The subclass of `BatchPart` for the parts of the batches.
         fn: The function, or the pool of the replica.
         settings: The options of the batcher.
-        kind: The kind of the function.
+        kind: The kind of `fn`.
         executor: The executor whose workers collate the batches.
         caller: The state that the function runs under.
         replica: The replica that runs the batches. None: `fn` is a function and runs them.
@@ -295,9 +295,7 @@ class BatchPart:
         made -- `begin` --> starting -- takes its requests --> running -- `end` --> ended
                  a stream:  running -- first output --> begun -- `end` --> ended
 
-    Args:
-        batch: The batch.
-        after: The part before; None for the first part.
+    It is made after the part `after`; None for the first part.
     """
 
     def __init__(self, batch: BatchRun, after: Self | None) -> None:

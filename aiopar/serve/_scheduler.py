@@ -98,10 +98,7 @@ class Scheduler:
     that is closed while its tasks run reports nothing: the scheduler checks for that when a request
     comes or goes.
 
-    Args:
-        settings: The options of the batcher.
-        observers: The observers of the batcher.
-        on_loop: Whether runners run on event loops, not on workers.
+    `on_loop` says whether runners run on event loops, not on workers.
     """
 
     def __init__(
@@ -113,8 +110,8 @@ class Scheduler:
         self._lock = ReentrantLock()
         self.group = RequestGroup(settings.max_batch_size)
         """The group of the requests without a key."""
-        # If a key is forgotten while its requests wait, its next batch is only smaller. The second
-        # argument makes `lru_cache` use one entry for keys that are equal, such as True and 1.
+        # A key may be forgotten while its requests wait: that only makes its next batch smaller.
+        # The second argument makes `lru_cache` use one entry for equal keys, such as True and 1.
         remembered = lru_cache(max(_MOST_KEYS, settings.max_pending))
         self._groups = remembered(lambda key, _: RequestGroup(settings.max_batch_size, key))
         self._queue: RequestQueue[Request] = RequestQueue(
@@ -172,8 +169,7 @@ class Scheduler:
     def _start_due(self, here: Waker | None = None) -> None:
         """Start idle runners for the batches that are due; called without the lock.
 
-        Args:
-            here: The loop of this thread, if runners may start there.
+        If batches run on event loops, runners start on the loop `here`.
         """
         # A started runner counts for the load of its replica before the next runner is chosen.
         while self._runners.idle and (runner := self._next_due(here)) is not None:
@@ -182,14 +178,15 @@ class Scheduler:
     def _next_due(self, here: Waker | None) -> Runner | None:
         """Choose an idle runner for a batch that is due.
 
-        Runners start one after the other: the next one when this one has taken its batch. But if
-        all replicas are busy with other calls, every idle runner starts, and the first replica that
-        becomes free takes the batch.
+        Runners start one after the other: while one has not taken its batch, the next one starts
+        only for a full batch. But if all replicas are busy with other calls, every idle runner
+        starts, and the first replica that becomes free takes the batch.
         """
         with self._lock:
-            if self._runners.starting is not None or not (self._runners.idle and len(self._queue)):
+            if not (self._runners.idle and len(self._queue)):
                 return None
-            if self._may_fill() and not self._queue.full():
+            may_wait = self._runners.starting is not None or self._may_fill()
+            if may_wait and not self._queue.full():
                 return None
             if self._on_loop and not any(request.awaiter.waker is here for request in self._queue):
                 self._ask_for_start()
@@ -409,9 +406,7 @@ class Scheduler:
     def _give_back(self, lost: Sequence[Request], error: BaseException | None) -> list[Request]:
         """Queue the requests of a lost batch again; return those that were tried often enough.
 
-        Args:
-            lost: The requests.
-            error: The error of the batch. None: the requests have not run.
+        Without an `error` the requests have not run.
         """
         given_up: list[Request] = []
         again: list[Request] = []

@@ -23,11 +23,7 @@ class FunctionKind(NamedTuple):
 
 
 def kind_of(fn: Any) -> FunctionKind:
-    """The kind of `fn`, which is not called.
-
-    Raises:
-        TypeError: `fn` is not callable.
-    """
+    """The kind of `fn`, which is not called. Raises TypeError if it is not callable."""
     kind = FunctionKind(streams=generator_kind(fn) is not None, on_loop=gives_async(fn))
     if not any(kind):
         check_callable(fn)

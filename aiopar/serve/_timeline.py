@@ -117,28 +117,36 @@ class Trace:
         self._makers = partial(_Calls, self), partial(_Batches, self)
 
     def __enter__(self) -> Self:
-        if self._process:
-            raise RuntimeError("a trace can be entered once: call aiopar.trace() again")
-        self._file = open(self._path, "w", encoding="utf-8")  # `_write` closes it
-        self._process = os.getpid()
-        self._began = monotonic()
-        self._recording = True
-        self.see_loop()
-        make_calls, make_batches = self._makers
-        all_executors.add(make_calls)
-        all_batchers.add(make_batches)
+        self._open()
+        self._begin()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._write(self._end())
 
     async def __aenter__(self) -> Self:
-        return self.__enter__()
+        await anyio.to_thread.run_sync(self._open)
+        self._begin()
+        return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         unfinished = self._end()
         with cancel_scope(shield=True):
             await anyio.to_thread.run_sync(self._write, unfinished)
+
+    def _open(self) -> None:
+        if self._process:
+            raise RuntimeError("a trace can be entered once: call aiopar.trace() again")
+        self._file = open(self._path, "w", encoding="utf-8")  # noqa: SIM115  # `_write` closes it
+        self._process = os.getpid()
+
+    def _begin(self) -> None:
+        self._began = monotonic()
+        self._recording = True
+        self.see_loop()
+        make_calls, make_batches = self._makers
+        all_executors.add(make_calls)
+        all_batchers.add(make_batches)
 
     def _end(self) -> list[_Bar]:
         """Stop recording, and return the bars of what still runs."""

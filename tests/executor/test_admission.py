@@ -131,7 +131,8 @@ async def test_a_gang_that_waits_for_room_runs_after_shutdown(full: Full) -> Non
             with pytest.raises(aiopar.ExecutorShutdown):
                 await executor.run_sync(str)
 
-        tasks.start_soon(refused)
+        for _ in range(300):  # more than would fit on the stack one inside the other
+            tasks.start_soon(refused)
         await anyio.wait_all_tasks_blocked()
         executor.shutdown(wait=False)
     gate.open()

@@ -334,6 +334,13 @@ async def test_a_view_on_all_workers_grows_with_them() -> None:
 
 
 @pytest.mark.sim
+@pytest.mark.parametrize("device", [-1, 2, "sim:2"])
+def test_an_accelerator_that_is_not_there_is_refused(device: int | str) -> None:
+    with pytest.raises(ValueError, match=r"out of range: expected an index in \[0, 2\)"):
+        aiopar.DeviceExecutor([device])
+
+
+@pytest.mark.sim
 @pytest.mark.parametrize("options", [{}, {"device": "sim:0"}, {"worker": 0}], ids=str)
 def test_a_view_without_synchronize(options: dict[str, Any]) -> None:
     def double() -> torch.Tensor:

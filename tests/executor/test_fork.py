@@ -198,7 +198,7 @@ class TestWait:
             executor.submit(lambda: aiopar.wait(foreign())).result()
         assert left
 
-    @pytest.mark.parametrize("given", [3, None, abs, torch.futures.Future()], ids=str)
+    @pytest.mark.parametrize("given", [3, None, abs, torch.futures.Future()], ids=type)
     def test_bad_arguments_of_wait(self, given: Any) -> None:
         with pytest.raises(TypeError, match=r"expected an aiopar\.Future or a coroutine"):
             aiopar.wait(given)
