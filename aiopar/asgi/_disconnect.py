@@ -49,7 +49,7 @@ class DisconnectMiddleware:
     - The application gets every message, in order. The middleware receives at most one part of the
       body before the application asks for that part. If the client sent `Expect: 100-continue`, the
       middleware receives nothing until the application has asked for the body.
-    - If the application ends without a complete response, the `Batcher.stream`s that the request
+    - If the application ends without a complete response, the streams of `Batcher` that the request
       began are closed. A stream whose last reader is another running task stays open.
     - If a cancelled application has sent nothing, outer middleware sees a response with status 499.
 
