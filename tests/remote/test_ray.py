@@ -251,7 +251,9 @@ def begin(folder: Path) -> int:
 
 @pytest.mark.anyio
 @pytest.mark.may_block("it creates a file")
-async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(tmp_path: Path) -> None:
+async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with RayExecutor(1, kill_after=0) as executor:
         pid = await executor.run_sync(os.getpid)
         running = executor.on(worker=0).submit(begin, tmp_path)
@@ -259,6 +261,8 @@ async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(tmp_path: P
         behind = executor.on(worker=1).submit(wait_for, tmp_path / "never")
         await until(behind.running)
         behind.cancel()
+        # First the actor must learn of that: it would end if the call had begun.
+        await until(lambda: "a call is ended" in caplog.text)
         (tmp_path / "go").touch()
         with pytest.raises(aiopar.WorkerLost):
             await behind
