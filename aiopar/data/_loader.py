@@ -498,7 +498,6 @@ class _Settings:
     def __post_init__(self) -> None:
         self.num_workers = check_int("num_workers", self.num_workers, at_least=1)
         self.prefetch_factor = check_int("prefetch_factor", self.prefetch_factor, at_least=1)
-        self.bound = self.prefetch_factor * self.num_workers  # of batches ready or being fetched
         if isinstance(self.timeout, int | float) and self.timeout < 0:  # torch's words
             raise ValueError(f"timeout option should be non-negative, got {self.timeout}")
         self.timeout = check_number("timeout", self.timeout, zero=True)
@@ -523,6 +522,11 @@ class _Settings:
             raise ValueError(
                 'worker_type="process" needs a plain dataset: this one is asynchronous'
             )
+
+    @property
+    def bound(self) -> int:
+        """How many batches may be ready or being fetched."""
+        return self.prefetch_factor * self.num_workers
 
     @property
     def processes(self) -> bool:

@@ -134,4 +134,5 @@ def _can_be_staged(tensor: Tensor) -> bool:
 
 
 def can_pin() -> bool:
+    """Whether this machine has an accelerator, to which pinned memory is copied faster."""
     return bool(all_accelerators())

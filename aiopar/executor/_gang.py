@@ -260,7 +260,6 @@ class GangCall(FutureCall[T]):
         state: CallerState | None = None,
     ) -> None:
         super().__init__(fn, args, state)
-        self._gang = gang
         self.replica: Replica = Replica(gang, gang.add(self))
         context = self.state.context()
         context.run(_current.set, self.replica)
@@ -270,16 +269,16 @@ class GangCall(FutureCall[T]):
         queue = self.queue
         if not super().claim():
             return False
-        self._gang.started(self.replica.index)
+        self.replica._gang.started(self.replica.index)
         if queue is not None:
             self.replica.device, self.replica._stream = queue.device, queue.stream
         return True
 
     def blocks(self) -> None:
-        self._gang.blocked()
+        self.replica._gang.blocked()
 
     def finish(self) -> None:
-        gang, replica = self._gang, self.replica
+        replica, gang = self.replica, self.replica._gang
         error, self.error = self.error, None
         if error is None:
             gang.ended(replica.index)
@@ -299,11 +298,11 @@ class GangCall(FutureCall[T]):
     def fail_as(self, failed: Future[Any]) -> None:
         """Drop the call, unless somebody has claimed it, with the error of another member."""
         if self.claim():
-            self._gang.dropped.add(self.replica.index)
+            self.replica._gang.dropped.add(self.replica.index)
             self.drop()
             self.future._fail_as(failed)
 
     def drop(self) -> None:
-        self._gang.started(self.replica.index)
+        self.replica._gang.started(self.replica.index)
         super().drop()
-        self._gang.abort()  # the other members must not wait for this one
+        self.replica._gang.abort()  # the other members must not wait for this one

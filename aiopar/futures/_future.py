@@ -248,7 +248,10 @@ class Future(concurrent.futures.Future[T]):
         return True
 
     def _tell(self, then: Callable[[], object] | None) -> None:
-        """Drop the call, wake the tasks, call the callbacks; a second run does what is left."""
+        """Drop the call, wake the tasks, call the callbacks.
+
+        After an interruption, a second run does the steps that are left.
+        """
         call = self.call
         if call is not None:
             call.drop()

@@ -362,7 +362,7 @@ class Batcher(Generic[In_contra, Out_co]):
     def _checked_timeout(self, given: float | None) -> float | None:
         if given is None:
             return self._settings.timeout
-        # A negative timeout is allowed: it may be what is left until a deadline of the caller.
+        # A negative timeout is allowed, because the caller's own deadline may have passed.
         timeout = as_number("timeout", given)
         return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
 

@@ -31,7 +31,8 @@ _MOST_KEYS = 1024
 class _Runners:
     """The runners of a scheduler, which serializes the calls.
 
-    A runner without a replica never leaves service::
+    A runner without a replica never leaves service. Only a runner beside other idle ones counts as
+    starting::
 
         out of service --update--> idle --pop--> busy; starting, if its replica is free
                                     ^             |      |
@@ -161,7 +162,7 @@ class Scheduler:
     @property
     def in_service(self) -> bool:
         """Whether a runner can run a batch."""
-        return any(runner.in_service for runner in self._runners.all)
+        return self._runners.in_service > 0
 
     def _unavailable(self) -> ReplicaUnavailable:
         return ReplicaUnavailable(f"no replica is in service{self._last_failure}")
