@@ -54,13 +54,16 @@ if typing.TYPE_CHECKING:
     from . import ray as ray
     from .data import map  # noqa: A004
     from .remote import ProcessExecutor
-    from .serve import Batcher, ReplicaPool, trace
+    from .serve import Batcher, ContinuousBatcher, Done, ReplicaPool, Stepper, trace
 else:
     # Loaded when first used: they are half of the import time, and not every program needs them.
     _LATER = {
         "Batcher": "serve",
+        "ContinuousBatcher": "serve",
+        "Done": "serve",
         "ProcessExecutor": "remote",
         "ReplicaPool": "serve",
+        "Stepper": "serve",
         "data": "data",
         "map": "data",
         "ray": "ray",
@@ -85,9 +88,11 @@ __all__ = [
     "BlockingWaitError",
     "CallInfo",
     "CallbackContext",
+    "ContinuousBatcher",
     "DataParallel",
     "DeadlineExceeded",
     "DeviceExecutor",
+    "Done",
     "ExecutorObserver",
     "ExecutorShutdown",
     "ExecutorStats",
@@ -110,6 +115,7 @@ __all__ = [
     "ReplicationCallbackDataParallel",
     "ServiceClosed",
     "Split",
+    "Stepper",
     "SynchronizedBatchNorm1d",
     "SynchronizedBatchNorm2d",
     "SynchronizedBatchNorm3d",

@@ -18,7 +18,7 @@ from .._base.thread_state import (
     free_failed_backwards,
     make_fresh,
 )
-from .._base.tracebacks import add_note_once, drop_frames, in_words
+from .._base.tracebacks import add_note_once, drop_frames, in_words, without_frames
 from ..errors import WorkerLost
 from ..executor._worker import HostInfo
 from ._channel import Pickled, copy_buffer
@@ -236,6 +236,11 @@ def failure(error: BaseException, make: Callable[[], Encoder]) -> Pickled:
         cause = cause.__cause__
     errors = [*(_picklable(error, make) for error in chain), RemoteTraceback(text)]
     return make().encode((False, errors))
+
+
+def portable_error(error: BaseException) -> BaseException:
+    """`error`, or the most similar one, for a result that is pickled; its traceback is a note."""
+    return _picklable(without_frames(error), Encoder)
 
 
 def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseException:

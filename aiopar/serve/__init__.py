@@ -2,10 +2,12 @@
 
 from .._base.collate import collate, pad_collate, unbatch
 from ._batcher import Batcher
+from ._continuous import ContinuousBatcher
 from ._observer import BatchInfo, BatchObserver, ItemInfo
 from ._prometheus import PrometheusMetrics
 from ._replica_pool import ReplicaPool
-from ._stats import BatcherStats, Percentiles, PoolStats, ReplicaStats
+from ._stats import BatcherStats, ContinuousStats, Percentiles, PoolStats, ReplicaStats
+from ._stepper import Done, Stepper
 from ._streaming import OutputStream
 from ._timeline import trace
 from ._tracing import OpenTelemetryTracing
@@ -15,6 +17,9 @@ __all__ = [
     "BatchObserver",
     "Batcher",
     "BatcherStats",
+    "ContinuousBatcher",
+    "ContinuousStats",
+    "Done",
     "ItemInfo",
     "OpenTelemetryTracing",
     "OutputStream",
@@ -23,6 +28,7 @@ __all__ = [
     "PrometheusMetrics",
     "ReplicaPool",
     "ReplicaStats",
+    "Stepper",
     "collate",
     "pad_collate",
     "trace",

@@ -10,7 +10,6 @@ import torch
 
 from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
-from ._request import PartOutcome
 
 Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
 
@@ -45,7 +44,9 @@ class BatchInfo:
     The last three attributes are set when the batch has ended.
 
     Attributes:
-        items: The items of the batch.
+        items: The items of the batch. Of a `ContinuousBatcher`: the items that take one step.
+        joined: The items that have waited in the queue until this batch: all items, or the
+            newcomers of the step.
         device: Where the batch runs; None if it runs on an event loop.
         replica: The index of the pool's replica that runs the batch; None without a pool.
         began: When the batch was taken from the queue, by `time.monotonic`. An item has waited for
@@ -57,6 +58,7 @@ class BatchInfo:
     """
 
     items: Sequence[ItemInfo]
+    joined: Sequence[ItemInfo]
     device: torch.device | None
     replica: int | None
     began: float
@@ -153,12 +155,11 @@ class BatchWatch:
             raise
         self._observers.tell_last_first("computed", self._info, None)
 
-    def ended(self, outcomes: Sequence[PartOutcome], error: BaseException | None) -> None:
-        """Tell the observers the end of the batch: its `outcomes`, or its `error` as a whole."""
+    def ended(self, outputs: int, errors: int, error: BaseException | None) -> None:
+        """Tell the observers the end of the batch: its outcomes, or its `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
-        info.outputs = sum(len(one.requests) for one in outcomes if one.error is None)
-        info.errors = sum(len(one.requests) for one in outcomes if one.error is not None)
+        info.outputs, info.errors = outputs, errors
         self._observers.tell("ended", info, error)
 
 

@@ -177,6 +177,16 @@ class RequestQueue(Generic[R]):
         self._remove([request])
         return True
 
+    @property
+    def leader(self) -> R | None:
+        """The request that leads the next batch."""
+        return self._leader() if self._waiting else None
+
+    def pop(self, request: R) -> None:
+        """Take `request` out of the queue, as a batch of its own."""
+        self._remove([request])
+        self._popped += 1
+
     def pop_batch(self, *, full: bool = False) -> list[R]:
         """Take the next batch out of the queue; empty if no request waits.
 

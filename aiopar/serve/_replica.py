@@ -254,12 +254,28 @@ class PoolReplica:
             if self.state == "closed":
                 raise ServiceClosed("the pool was closed before the call began")
             raise ReplicaFailed(f"replica {self.index} is out of service", module)
+        return self.run(module, caller, fn, args)
+
+    def run(
+        self,
+        module: nn.Module,
+        caller: CallerState,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        failure_of: Callable[[Any], BaseException | None] = lambda _: None,
+    ) -> Any:
+        """As `answer`, with a module that the replica serves with, or has served with.
+
+        An output for which `failure_of` returns an error counts as a failure, and is returned.
+        """
         began, completed = perf_counter(), False
+        output: Any = None
+        failure: BaseException | None = None
         foreign: BaseException | None = None
         try:
             output = self.worker.run(fn, (self._call(module), *args), NO_KWARGS, caller)
-            completed = True
-            return output
+            failure = failure_of(output)
+            completed = failure is None
         except OutsideModule as outside:
             foreign, outside.__cause__ = outside.__cause__, None
         except (Exception, SystemExit) as error:
@@ -269,7 +285,7 @@ class PoolReplica:
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error
-            self._check_health(module, caller, error)
+            self.check_health(module, caller, error)
             raise
         finally:
             with self._lock:
@@ -280,10 +296,13 @@ class PoolReplica:
                     self._consecutive_failures = 0
             del args, fn  # an error's traceback holds this frame
         try:
-            assert foreign is not None  # noqa: S101  # `OutsideModule` has a cause
-            raise foreign
+            if foreign is not None:
+                raise foreign
+            if failure is not None:
+                self.check_health(module, caller, failure)
+            return output
         finally:
-            del foreign
+            del foreign, failure, output
 
     def _call(self, module: nn.Module) -> "ModuleCall":
         return ModuleCall(module, self.worker.device, self._settings.inference_mode)
@@ -292,8 +311,8 @@ class PoolReplica:
     def _where(self) -> str:
         return f"replica {self.index} on device {self.worker.label}"
 
-    def _check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
-        """Raise `ReplicaFailed` if `module` fails on the warm-up input too."""
+    def check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
+        """Count a failed call; raise `ReplicaFailed` if `module` fails on the warm-up input too."""
         if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
             return  # these say nothing about the module
         with self._lock:

@@ -38,6 +38,16 @@ class RequestOwner(Protocol):
 request_owner: ContextVar[RequestOwner | None] = ContextVar("aiopar_request_owner", default=None)
 
 
+class Waiters(Protocol):
+    """The callers that wait for a running computation; the methods are called from any thread."""
+
+    def read(self, request: "Request") -> None:
+        """Count an output that a caller has read."""
+
+    def leave(self, request: "Request") -> None:
+        """Remove a caller, which does not wait any more."""
+
+
 class Request:
     """One item on its way through a batch.
 
@@ -47,7 +57,7 @@ class Request:
 
     streams_outputs = False
     """Whether the output comes in parts."""
-    _audience: "Audience | None" = None  # a class attribute: see `join`
+    _audience: "Waiters | None" = None  # a class attribute: see `join`
 
     def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup) -> None:
         self.item = item
@@ -83,6 +93,10 @@ class Request:
     def buffer(self) -> int:
         """How many unread outputs the caller has room for."""
         return 1
+
+    def has_room(self, sent: int) -> bool:  # for streams
+        """Whether the caller has room for another output after `sent` outputs."""
+        return True
 
     @property
     def key(self) -> Hashable:
@@ -128,14 +142,14 @@ class Request:
     # A request may leave on its loop while a worker lets it join. Both take an atomic step on the
     # instance's dict: `_leave_audience` finds the audience, or `join` finds the request done.
 
-    def join(self, audience: "Audience") -> None:
+    def join(self, audience: "Waiters") -> None:
         """Wait with the callers of a part; no longer with those of an earlier part."""
         self.__dict__["_audience"] = audience
         if self.done:
             self._leave_audience()
 
     def _leave_audience(self) -> None:
-        audience: Audience | None = self.__dict__.pop("_audience", None)
+        audience: Waiters | None = self.__dict__.pop("_audience", None)
         if audience is not None:
             audience.leave(self)
 

@@ -47,8 +47,95 @@ class BatchSource(Protocol):
         """
 
 
+class RunningBatch(Protocol):
+    """A batch while it runs, as its scheduler sees it; every method may come from any thread."""
+
+    @property
+    def runner(self) -> "Runner":
+        """The runner that runs it."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The requests that run."""
+
+    @property
+    def began(self) -> float:
+        """When the batch began, by `time.monotonic`."""
+
+    @property
+    def too_large(self) -> Sequence[Sequence[Request]]:
+        """Requests that did not fit into memory together."""
+
+    def cancel(self) -> None:
+        """Cancel what can be cancelled: no caller waits any more."""
+
+    def end_stalled(self, seconds: float) -> None:
+        """End the streams whose callers have stopped reading for this many seconds."""
+
+    def end_lost(self) -> None:
+        """End what ran on an event loop that was closed."""
+
+
 class Runner:
-    """Runs batches, one at a time: on workers, or on event loops.
+    """Runs batches, one at a time.
+
+    Args:
+        executor: The executor whose workers run the batches, or collate them.
+        caller: The state that the user's code runs under.
+        replica: The replica that runs the batches, if there is a pool.
+        replica_failed: Takes the replica out of service.
+    """
+
+    batch: "RunningBatch | None" = None
+    """The running batch; None between batches."""
+
+    def __init__(
+        self,
+        executor: DeviceExecutor,
+        caller: CallerState,
+        replica: PoolReplica | None = None,
+        replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
+    ) -> None:
+        self.executor = executor
+        self.caller = caller
+        self.replica = replica
+        self._replica_failed = replica_failed
+
+    @property
+    def in_service(self) -> bool:
+        """Whether the runner can run a batch."""
+        return self.replica is None or self.replica.in_service
+
+    @property
+    def returning(self) -> bool:
+        """Whether the runner can run a batch soon."""
+        return self.replica is not None and self.replica.state == "returning"
+
+    @property
+    def load(self) -> float:
+        """How many calls run before its batch: on its replica, or on the least loaded worker."""
+        if self.replica is not None:
+            return self.replica.load
+        return min(worker.load for worker in self.executor._dispatcher.default_workers)
+
+    def start(self) -> None:
+        """Take the next batch and run it, soon."""
+        raise NotImplementedError
+
+    def is_replica_failure(self, error: BaseException) -> bool:
+        """Whether `error` means that the replica cannot serve any more."""
+        if isinstance(error, ReplicaFailed):
+            return True
+        return self.replica is not None and is_device_error(error)
+
+    def fail(self, error: BaseException) -> None:
+        """Take the replica, which has failed, out of service."""
+        if self._replica_failed is not None and self.replica is not None:
+            self._replica_failed(self.replica, error)
+
+
+class BatchRunner(Runner):
+    """Runs the batches of a `Batcher`: on workers, or on event loops.
 
     Args:
         source: The source of the batches.
@@ -74,6 +161,7 @@ class Runner:
         replica: PoolReplica | None = None,
         replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
     ) -> None:
+        super().__init__(executor, caller, replica, replica_failed)
         self.source = source
         self.make_part = make_part
         self.fn = fn
@@ -81,45 +169,10 @@ class Runner:
         self.collate_fn = keep(settings.collate_fn)
         self.unbatch_fn = None if unbatch_fn is None else keep(unbatch_fn)
         self.streams = kind.streams
-        self.executor = executor
-        self.caller = caller
-        self.replica = replica
-        self._replica_failed = replica_failed
-        self.batch: BatchRun | None = None
-        """The running batch."""
-
-    @property
-    def in_service(self) -> bool:
-        """Whether the runner can run a batch."""
-        return self.replica is None or self.replica.in_service
-
-    @property
-    def returning(self) -> bool:
-        """Whether the runner can run a batch soon."""
-        return self.replica is not None and self.replica.state == "returning"
-
-    @property
-    def load(self) -> float:
-        """How many calls run before its batch: on its replica, or on the least loaded worker."""
-        if self.replica is not None:
-            return self.replica.load
-        return min(worker.load for worker in self.executor._dispatcher.default_workers)
 
     def start(self) -> None:
-        """Take the next batch and run it, soon."""
-        self.batch = BatchRun(self)
-        self.batch.add_part(None).begin()
-
-    def is_replica_failure(self, error: BaseException) -> bool:
-        """Whether `error` means that the replica cannot serve any more."""
-        if isinstance(error, ReplicaFailed):
-            return True
-        return self.replica is not None and is_device_error(error)
-
-    def fail(self, error: BaseException) -> None:
-        """Take the replica, which has failed, out of service."""
-        if self._replica_failed is not None and self.replica is not None:
-            self._replica_failed(self.replica, error)
+        batch = self.batch = BatchRun(self)
+        batch.add_part(None).begin()
 
 
 class Fault(Enum):
@@ -150,7 +203,7 @@ class BatchRun:
     beside the stream. Each part ends once, by `part_ended`.
     """
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: BatchRunner) -> None:
         self.runner = runner
         self.requests: Sequence[Request] = ()
         self.began = 0.0
@@ -204,7 +257,9 @@ class BatchRun:
             worker = current_worker()
             device = None if worker is None else worker.device
             index = None if replica is None else replica.index
-            self._watch = BatchWatch(observers, BatchInfo(requests, device, index, self.began))
+            self._watch = BatchWatch(
+                observers, BatchInfo(requests, requests, device, index, self.began)
+            )
         return requests
 
     @property
@@ -285,7 +340,9 @@ class BatchRun:
                 outcomes.append(PartOutcome(rest, error=error))
         if self._watch is not None:
             # Before the callers get their outcomes: the metrics must count them by then.
-            self._watch.ended(outcomes, error)
+            outputs = sum(len(one.requests) for one in outcomes if one.error is None)
+            errors = sum(len(one.requests) for one in outcomes if one.error is not None)
+            self._watch.ended(outputs, errors, error)
         self.runner.source.ended(self, outcomes, lost, error)
 
 

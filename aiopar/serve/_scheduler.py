@@ -20,7 +20,7 @@ from ._observer import BatchObserver, ItemInfo
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import PartOutcome, Request, deliver_soon
-from ._runner import BatchRun, Runner
+from ._runner import BatchRun, Runner, RunningBatch
 from ._settings import BatcherSettings
 from ._stats import BatcherStats, Rejection, Tally
 
@@ -108,6 +108,8 @@ class Scheduler:
         self._settings = settings
         self.observers = observers
         self._on_loop = on_loop
+        self._may_stall = on_loop
+        """Whether requests may wait for a batch that nobody reads, or whose loop was closed."""
         self._lock = ReentrantLock()
         self.group = RequestGroup(settings.max_batch_size)
         """The group of the requests without a key."""
@@ -125,7 +127,7 @@ class Scheduler:
         """Requests that have waited long enough for a full batch; some have left the queue."""
         self._runners = _Runners()
         self._last_failure = ""
-        self._delivering: set[BatchRun] = set()
+        self._delivering: set[RunningBatch] = set()
         """The ended batches whose outcomes are not posted yet."""
         self.closing = False
         self.drained = running_future()
@@ -227,7 +229,7 @@ class Scheduler:
             self._limit_delay(request)
         if self._runners.idle:
             self._start_due(request.awaiter.waker)
-        if (self._on_loop or request.streams_outputs) and request in self._queue:
+        if (self._may_stall or request.streams_outputs) and request in self._queue:
             stall_check = Repeating(self._settings.read_timeout, self.end_stalled)
             request.cancel_at_end(stall_check.cancel)
 
@@ -363,7 +365,7 @@ class Scheduler:
 
     def ended(
         self,
-        batch: BatchRun,
+        batch: RunningBatch,
         outcomes: list[PartOutcome],
         lost: Sequence[Request],
         error: BaseException | None,
@@ -430,7 +432,7 @@ class Scheduler:
             self._due.extend(map(ref, again))  # they have waited before
         return given_up
 
-    def _running(self) -> list[BatchRun]:
+    def _running(self) -> list[RunningBatch]:
         with self._lock:
             return [runner.batch for runner in self._runners.busy if runner.batch is not None]
 

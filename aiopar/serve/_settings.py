@@ -13,6 +13,7 @@ from .._base.arguments import (
     gives_async,
     name_of,
 )
+from .._base.collate import collate
 
 
 class FunctionKind(NamedTuple):
@@ -38,21 +39,21 @@ _OPTIONAL = ("concurrency", "max_wait", "max_batch_cost", "timeout", *_FUNCTIONS
 
 @dataclass(frozen=True, slots=True)
 class BatcherSettings:
-    """The options of `Batcher`, with the meaning that they have there."""
+    """The options of a batcher, with the meaning that they have there."""
 
     max_batch_size: int
-    max_queue_delay: float
     max_pending: int
     max_wait: float | None
-    concurrency: int | None
-    collate_fn: Callable[[list[Any]], Any]
-    unbatch_fn: Callable[[Any], Sequence[Any]] | None
-    batch_key: Callable[[Any], Hashable] | None
-    cost: Callable[[Any], float] | None
     max_batch_cost: float | None
-    padded: bool
     timeout: float | None
     read_timeout: float
+    max_queue_delay: float = 0.0
+    concurrency: int | None = None
+    collate_fn: Callable[[list[Any]], Any] = collate
+    unbatch_fn: Callable[[Any], Sequence[Any]] | None = None
+    batch_key: Callable[[Any], Hashable] | None = None
+    cost: Callable[[Any], float] | None = None
+    padded: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -70,8 +71,6 @@ class BatcherSettings:
             elif gives_async(value):
                 raise TypeError(f"{name} must be a plain function, not an async one: {value!r}")
             object.__setattr__(self, name, value)  # the dataclass is frozen
-        if self.max_batch_cost is not None and self.cost is None:
-            raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
         if self.padded and self.max_batch_cost is None:
             raise ValueError("padded needs max_batch_cost, the bound that it is about")
 

@@ -88,6 +88,39 @@ class BatcherStats:
     compute: Percentiles
 
 
+@dataclass(frozen=True, slots=True)
+class ContinuousStats:
+    """A snapshot of a `ContinuousBatcher`; it can be written as JSON.
+
+    Attributes:
+        queued: Items in the queue.
+        in_flight: Items in running batches, also those that wait for their readers or for memory.
+        completed: Items that have left a batch: with their result, an error, or a caller that left.
+        rejected: Refused items by cause, as in `BatcherStats`.
+        steps: How many steps there were.
+        parts: How many parts the steps have made.
+        batch_sizes: How many steps there were of each size.
+        preempted: How many items had to leave their batch for a while because it held too much.
+        queue_wait: The time from the call of an item until it joins a batch.
+        compute: The time of a step.
+        first_part: The time from the call of an item to its first part.
+        between_parts: The time between two parts of an item.
+    """
+
+    queued: int
+    in_flight: int
+    completed: int
+    rejected: dict[str, int]
+    steps: int
+    parts: int
+    batch_sizes: dict[int, int]
+    preempted: int
+    queue_wait: Percentiles
+    compute: Percentiles
+    first_part: Percentiles
+    between_parts: Percentiles
+
+
 class Tally:
     """The counts behind `BatcherStats`. Its owner calls it under a lock."""
 
@@ -112,13 +145,16 @@ class Tally:
             self.in_flight -= count
             self._completed += count
             self._computes.append(seconds)
-            weight = 8 if self.batch_seconds else 1
-            self.batch_seconds += (seconds - self.batch_seconds) / weight
+            self._average(seconds)
 
     def lost(self, items: int, *, again: int) -> None:
         """A batch of `items` was lost with its replica; `again` of them are back in the queue."""
         self.in_flight -= items
         self._completed += items - again
+
+    def _average(self, seconds: float) -> None:
+        weight = 8 if self.batch_seconds else 1
+        self.batch_seconds += (seconds - self.batch_seconds) / weight
 
     @property
     def quickest(self) -> float:
@@ -136,6 +172,62 @@ class Tally:
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             queue_wait=percentiles(self._waits),
             compute=percentiles(self._computes),
+        )
+
+
+class StepTally(Tally):
+    """The counts behind `ContinuousStats`; `batch_seconds` is the time of an item in a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._steps = self._parts = 0
+        self.preempted = 0
+        self._first_parts: deque[float] = deque(maxlen=_LATEST)
+        self._gaps: deque[float] = deque(maxlen=_LATEST)
+
+    def joined(self, waits: Sequence[float]) -> None:
+        """Items have joined a batch after these waits."""
+        self.in_flight += len(waits)
+        self._waits.extend(waits)
+
+    def ended(self, count: int, seconds: float) -> None:  # `left` knows them
+        """A batch has ended with so many items: its worker has failed."""
+        self.in_flight -= count
+        self._completed += count
+
+    def left(self, durations: Sequence[float]) -> None:
+        """Items have left a batch after these durations."""
+        self.in_flight -= len(durations)
+        self._completed += len(durations)
+        for seconds in durations:
+            self._average(seconds)
+
+    def stepped(
+        self, size: int, seconds: float, first_parts: Sequence[float], gaps: Sequence[float]
+    ) -> None:
+        """Items have taken a step: the waits for their first parts, and between parts."""
+        self._steps += 1
+        self._batch_sizes[size] += 1
+        self._computes.append(seconds)
+        self._parts += len(first_parts) + len(gaps)
+        self._first_parts.extend(first_parts)
+        self._gaps.extend(gaps)
+
+    def continuous_stats(self, queued: int) -> ContinuousStats:
+        """A snapshot."""
+        return ContinuousStats(
+            queued=queued,
+            in_flight=self.in_flight,
+            completed=self._completed,
+            rejected=dict(self.rejected),
+            steps=self._steps,
+            parts=self._parts,
+            batch_sizes=dict(sorted(self._batch_sizes.items())),
+            preempted=self.preempted,
+            queue_wait=percentiles(self._waits),
+            compute=percentiles(self._computes),
+            first_part=percentiles(self._first_parts),
+            between_parts=percentiles(self._gaps),
         )
 
 

@@ -43,7 +43,7 @@ class Stepper(Protocol[In_contra, State, Part_co, Out_co]):
     """
 
     def start(self, item: In_contra) -> State:
-        """Make the state of a new request. Cheap: no forward. If it raises, this item fails."""
+        """Make the state of a new request, without a forward. An error fails only this item."""
 
     def step(self, states: list[State]) -> Sequence[Part_co | Done[Out_co] | Exception | None]:
         """Take one step for all `states`; the oldest request is first.

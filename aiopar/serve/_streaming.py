@@ -26,6 +26,8 @@ class StreamRequest(Request):
 
     streams_outputs = True
     result: Unread
+    produced: list[Any] | None = None
+    """The parts so far, if the request may go on from them on another worker."""
 
     def __init__(self, item: Any, awaiter: Awaiter, group: RequestGroup, buffer: int) -> None:
         super().__init__(item, awaiter, group)
@@ -43,10 +45,15 @@ class StreamRequest(Request):
         if result is END:
             self._settle()
             return
-        self.item = None  # the generator holds the item
+        if self.produced is None:
+            self.item = None  # the generator or the state holds the item
         if step >= self.result.next_step:  # else the part was delivered before, and read
             self.result[step] = result
         self.awaiter.deliver()
+
+    def has_room(self, sent: int) -> bool:
+        """Whether the caller has room for another part after `sent` parts; from any thread."""
+        return sent - self.result.next_step < self.result.buffer
 
     def read(self) -> Any:
         """Take the next part."""

@@ -1,0 +1,322 @@
+"""`StepBatch`: the states that one stepper steps together, on the host of their worker."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from math import inf
+from typing import Any, TypeAlias
+
+import torch
+
+from .._base.tracebacks import drop_frames, logger, own_traceback
+from ..errors import InvalidInput, OutputMismatch, Overloaded
+from ..remote._host import portable_error
+from ._queue import RequestGroup
+from ._stepper import AnyStepper, Done
+
+FREE_SHARE = 0.1
+"""The share of `max_batch_cost` that newcomers leave free, because the states that run grow."""
+
+Joining: TypeAlias = tuple[int, Any, Sequence[Any] | None]
+"""The key of a request, its item, and the parts that it has produced on a lost worker."""
+
+
+@dataclass(slots=True)
+class Ticked:
+    """The result of one tick.
+
+    Attributes:
+        size: How many states took a step.
+        parts: The parts, with the keys of their requests.
+        ended: The last result or the error of each request that has ended.
+        refused: Newcomers that did not fit, with what the first of them would hold.
+        held: What all states hold.
+        parked: How many states wait because the batch holds too much.
+        preempted: How many states began to wait in this tick.
+        failure: The first error of `step`, if no state could take its step.
+        forgotten: Whether the host does not know the states: it is a new host.
+        keeps_parts: Whether the stepper can go on from the parts of a request.
+    """
+
+    size: int = 0
+    parts: list[tuple[int, Any]] = field(default_factory=list)
+    ended: list[tuple[int, Done[Any] | BaseException]] = field(default_factory=list)
+    refused: list[tuple[int, float]] = field(default_factory=list)
+    held: float = 0.0
+    parked: int = 0
+    preempted: int = 0
+    failure: BaseException | None = None
+    forgotten: bool = False
+    keeps_parts: bool = False
+
+    def add(self, keys: Sequence[int], results: Sequence[Any]) -> None:
+        """Add the results of a step."""
+        self.size += len(keys)
+        for key, result in zip(keys, results, strict=True):
+            if type(result) is Done or isinstance(result, BaseException):
+                self.ended.append((key, result))
+            elif result is not None:
+                self.parts.append((key, result))
+
+
+class StepBatch:
+    """The states of the requests that run on one stepper.
+
+    `ContinuousBatcher` calls `tick` on one worker. If the worker has a host, this object is copied
+    to it and lives there. A state is in one of these conditions::
+
+        running --a reader has no room--> paused: not in the keys of a tick; holds its memory
+        running, paused --the batch holds too much--> parked: stopped, holds nothing
+        parked --there is room--> running
+
+    Args:
+        make: Makes the stepper, from the module of a replica if there is one.
+        max_batch_size: The most states that take a step together.
+        max_batch_cost: The most that all states may hold. None: no bound.
+        portable: Whether errors must be pickled on their way to the callers.
+    """
+
+    def __init__(
+        self,
+        make: Callable[..., AnyStepper],
+        max_batch_size: int,
+        max_batch_cost: float | None,
+        portable: bool,
+    ) -> None:
+        self._options = make, max_batch_size, max_batch_cost, portable
+        self._make, self._portable = make, portable
+        self._max_cost = inf if max_batch_cost is None else max_batch_cost
+        self._group = RequestGroup(max_batch_size)
+        """The learned limit of states that fit into memory together."""
+        self._stepper: AnyStepper | None = None
+        self._states: dict[int, Any] = {}
+        """The states by the keys of their requests, the oldest first."""
+        self._held: dict[int, float] = {}
+        """What each state holds, if that is bounded; of a parked state, what it would hold."""
+        self._parked: set[int] = set()
+        self._preempted = 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StepBatch, self._options
+
+    # A tick.
+
+    def tick(
+        self,
+        module: Any,
+        fresh: bool,
+        left: Iterable[int],
+        joining: Sequence[Joining],
+        keys: list[int],
+    ) -> Ticked:
+        """Stop the states that have left, start newcomers, and step those with these `keys`.
+
+        Args:
+            module: The module of the replica, for the first tick; None without a pool.
+            fresh: Whether this is the first tick of a new batch.
+            left: The keys of requests that have left.
+            joining: The newcomers.
+            keys: The keys of the requests whose readers have room, newcomers too; the oldest first.
+        """
+        ticked = Ticked()
+        stepper = self._stepper
+        if stepper is None:
+            stepper = self._stepper = self._begin(module)
+        ticked.keeps_parts = hasattr(stepper, "resume")
+        if fresh:
+            left = [*self._states]
+        elif not self._knows(keys, joining):
+            ticked.forgotten = True
+            return ticked
+        for key in left:
+            self._remove(stepper, key)
+        self._start(stepper, joining, ticked)
+        fitting = self._fitting(stepper, [key for key in keys if key in self._states])
+        if fitting:
+            self._step(stepper, fitting, ticked, None)
+            if not ticked.size and ticked.ended:
+                error = ticked.ended[-1][1]
+                ticked.failure = error if isinstance(error, BaseException) else None
+        for key, _ in ticked.ended:
+            self._remove(stepper, key)
+        self._bound(stepper, keys, ticked)
+        ticked.held, ticked.parked = self._total, len(self._parked)
+        ticked.preempted, self._preempted = self._preempted, 0
+        if self._portable:
+            ticked.ended = [(key, _sendable(end)) for key, end in ticked.ended]
+            ticked.failure = None if ticked.failure is None else portable_error(ticked.failure)
+        return ticked
+
+    def _begin(self, module: Any) -> AnyStepper:
+        stepper = self._make() if module is None else self._make(module)
+        for name in ("start", "step"):
+            if not callable(getattr(stepper, name, None)):
+                raise TypeError(f"a stepper has a method {name}, and {stepper!r} has none")
+        if self._max_cost < inf and not hasattr(stepper, "held"):
+            raise ValueError(
+                f"max_batch_cost needs a stepper with a method held, which {stepper!r} has not"
+            )
+        return stepper
+
+    def _knows(self, keys: list[int], joining: Sequence[Joining]) -> bool:
+        new = {key for key, _, _ in joining}
+        return all(key in self._states or key in new for key in keys)
+
+    @property
+    def _total(self) -> float:
+        """What the states hold together."""
+        return sum(held for key, held in self._held.items() if key not in self._parked)
+
+    # Coming and going.
+
+    def _start(self, stepper: AnyStepper, joining: Sequence[Joining], ticked: Ticked) -> None:
+        total = self._total
+        for index, (key, item, parts) in enumerate(joining):
+            try:
+                state = stepper.start(item) if parts is None else stepper.resume(item, parts)  # type: ignore[attr-defined]  # optional
+                need = self._measure(stepper, state)
+                if need > self._max_cost:
+                    _stop(stepper, state)
+                    most = f"{self._max_cost:g}"
+                    raise InvalidInput(
+                        f"the item needs {need:g}, and a batch may hold at most {most}"
+                    )
+            except (Exception, SystemExit) as error:  # noqa: BLE001  # the caller gets every error
+                ticked.ended.append((key, own_traceback(error)))
+                continue
+            if total and total + need > self._max_cost * (1 - FREE_SHARE):
+                _stop(stepper, state)
+                ticked.refused = [(key, need), *((key, 0.0) for key, _, _ in joining[index + 1 :])]
+                return
+            total += need
+            self._states[key] = state
+            self._held[key] = need
+
+    def _measure(self, stepper: AnyStepper, state: Any) -> float:
+        return 0.0 if self._max_cost == inf else float(stepper.held(state))  # type: ignore[attr-defined]  # `_begin` has checked
+
+    def _remove(self, stepper: AnyStepper, key: int) -> None:
+        """Forget a state; stop it unless it is stopped already."""
+        if key in self._states:
+            state = self._states.pop(key)
+            del self._held[key]
+            if key in self._parked:
+                self._parked.remove(key)
+            else:
+                _stop(stepper, state)
+
+    def _park(self, stepper: AnyStepper, key: int) -> None:
+        """Stop a state, which will be stepped again."""
+        self._parked.add(key)
+        self._preempted += 1
+        _stop(stepper, self._states[key])
+
+    # Steps.
+
+    def _fitting(self, stepper: AnyStepper, keys: list[int]) -> list[int]:
+        """Which states take the step: parked ones only if there is room for them."""
+        if not self._parked:
+            return keys
+        fitting = [key for key in keys if key not in self._parked]
+        total, wanted = self._total, set(keys)
+        for key in keys:
+            if key not in self._parked:
+                continue
+            need = self._held[key]
+            # A reader that does not read loses the memory of its state before another one waits.
+            for idle in reversed([one for one in self._states if one not in wanted]):
+                if total + need > self._max_cost and idle not in self._parked:
+                    total -= self._held[idle]
+                    self._park(stepper, idle)
+            if len(fitting) >= self._group.limit:
+                break
+            if total and total + need > self._max_cost * (1 - FREE_SHARE):
+                break
+            self._parked.remove(key)
+            fitting.append(key)
+            total += need
+        return sorted(fitting)
+
+    def _step(
+        self,
+        stepper: AnyStepper,
+        keys: list[int],
+        ticked: Ticked,
+        first: BaseException | None,
+    ) -> None:
+        """Step these states, in halves after an error; `first` is the error of a larger batch."""
+        try:
+            results = self._results(stepper, keys)
+        except (Exception, SystemExit) as raised:  # noqa: BLE001  # the callers get every error
+            error: BaseException = own_traceback(raised)
+        else:
+            self._group.succeeded(len(keys))
+            ticked.add(keys, results)
+            return
+        half = len(keys) // 2
+        if not half or not getattr(stepper, "resumable", False):
+            if first is not None and error is not first and error.__cause__ is None:
+                error.__cause__ = first
+            ticked.ended += [(key, error) for key in keys]
+            return
+        drop_frames(error)  # frames keep tensors alive
+        older, newer = keys[:half], keys[half:]
+        if isinstance(error, torch.OutOfMemoryError):
+            self._group.out_of_memory(len(keys))
+            for key in newer:
+                self._park(stepper, key)
+            self._step(stepper, older, ticked, error)
+        else:
+            self._step(stepper, older, ticked, first or error)
+            self._step(stepper, newer, ticked, first or error)
+
+    def _results(self, stepper: AnyStepper, keys: list[int]) -> Sequence[Any]:
+        results = stepper.step([self._states[key] for key in keys])
+        if len(results) != len(keys):
+            raise OutputMismatch(f"step returned {len(results)} results for {len(keys)} states")
+        return results
+
+    def _bound(self, stepper: AnyStepper, keys: list[int], ticked: Ticked) -> None:
+        """Park the newest states if all hold too much; first those whose readers do not read."""
+        if self._max_cost == inf:
+            return
+        running = [key for key in self._states if key not in self._parked]
+        for key in running:
+            self._held[key] = self._measure(stepper, self._states[key])
+        wanted, total = set(keys), self._total
+        running.sort(key=lambda key: (key in wanted, -key))
+        while total > self._max_cost and running:
+            key = running.pop(0)
+            held = self._held[key]
+            if held > self._max_cost or not getattr(stepper, "resumable", False):
+                error = f"the batch holds {total:g}, and max_batch_cost={self._max_cost:g}"
+                ticked.ended.append((key, Overloaded(error, estimated_wait=0.0)))
+                self._remove(stepper, key)
+            else:
+                self._park(stepper, key)
+            total -= held
+
+
+def _stop(stepper: AnyStepper, state: Any) -> None:
+    """Tell the stepper that a state leaves, and log its error."""
+    stop = getattr(stepper, "stop", None)
+    if stop is not None:
+        try:
+            stop(state)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # no caller waits for it
+            logger.error("a stepper failed when a state was stopped", exc_info=error)
+
+
+def _sendable(end: Done[Any] | BaseException) -> Done[Any] | BaseException:
+    return portable_error(end) if isinstance(end, BaseException) else end
+
+
+def tick(batch: StepBatch, *args: Any) -> Ticked:
+    """One tick of a batch without a pool; runs on the host of its worker."""
+    return batch.tick(None, *args)
+
+
+def tick_on_replica(call: Any, batch: StepBatch, *args: Any) -> Ticked:
+    """One tick of the batch of a replica; runs on the host of its worker."""
+    with torch.inference_mode() if call.inference_mode else nullcontext():
+        return batch.tick(call.module, *args)

@@ -1,0 +1,456 @@
+"""`StepRun`: the running batch of a continuous batcher, which ticks on one worker."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import copy_context
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from .._base.thread_state import CallerState
+from .._base.tracebacks import add_note_once
+from .._base.tree import tensors
+from ..errors import ExecutorShutdown, ReaderTooSlow, ServiceClosed, WorkerLost
+from ..executor._call import Call
+from ..executor._executor import DeviceExecutor
+from ..executor._generators import END
+from ..executor._worker import Worker, current_worker
+from ..futures._wakeup import Waker
+from ._observer import BatchInfo, BatchWatch
+from ._places import run_user_code
+from ._replica import PoolReplica, ReplicaFailed
+from ._request import PartOutcome, Request, streams_of
+from ._runner import Runner
+from ._settings import BatcherSettings
+from ._step_batch import Joining, StepBatch, Ticked, tick, tick_on_replica
+from ._stepper import AnyStepper
+from ._streaming import StreamRequest
+
+if TYPE_CHECKING:
+    from ._continuous_scheduler import ContinuousScheduler
+
+
+class StepRunner(Runner):
+    """Runs the steps of one stepper, always on the same worker.
+
+    Args:
+        scheduler: Gives the requests.
+        make: Makes the stepper, from the module of the replica if there is one.
+        settings: The options of the batcher.
+        executor: The executor of the worker.
+        caller: The state that the stepper runs under.
+        replica: The replica whose module the stepper uses.
+        replica_failed: Takes the replica out of service.
+    """
+
+    def __init__(
+        self,
+        scheduler: "ContinuousScheduler",
+        make: Callable[..., AnyStepper],
+        settings: BatcherSettings,
+        executor: DeviceExecutor,
+        caller: CallerState,
+        replica: PoolReplica | None = None,
+        replica_failed: Callable[[PoolReplica, BaseException], object] | None = None,
+    ) -> None:
+        super().__init__(executor, caller, replica, replica_failed)
+        self.scheduler = scheduler
+        self.worker: Worker | None = None if replica is None else replica.worker
+        self.module = None if replica is None else replica.module
+        """The module of the stepper. When the pool has new weights, another runner follows."""
+        portable = not executor._dispatcher.workers[0].shares_memory
+        options = make, settings.max_batch_size, settings.max_batch_cost, portable
+        self.steps = executor._dispatcher.keep(StepBatch(*options))
+
+    @property
+    def in_service(self) -> bool:
+        return super().in_service and (self.replica is None or self.replica.module is self.module)
+
+    def start(self) -> None:
+        run = self.batch = StepRun(self)
+        run.begin()
+
+    def tick(self, caller: CallerState, args: tuple[Any, ...]) -> Ticked:
+        """One tick of the stepper, on the host of this thread's worker."""
+        replica, module = self.replica, self.module
+        if replica is None or module is None:
+            ticked: Ticked = run_user_code(caller, tick, (self.steps, *args))
+        elif replica.state == "closed":
+            raise ServiceClosed("the pool was closed")
+        else:
+            arguments = self.steps, *args
+            ticked = replica.run(module, caller, tick_on_replica, arguments, _failure_of)
+        if ticked.forgotten:
+            raise WorkerLost("the worker was lost between two steps")
+        return ticked
+
+
+def _failure_of(ticked: Ticked) -> BaseException | None:
+    return ticked.failure
+
+
+class RunningRequest:
+    """A request in a running batch: it waits for the parts of its own state.
+
+    Args:
+        run: The batch.
+        key: The key of its state in the `StepBatch`.
+        request: The request.
+    """
+
+    __slots__ = ("began", "key", "latest", "request", "run", "sent", "stalled")
+
+    def __init__(self, run: "StepRun", key: int, request: Request) -> None:
+        self.run = run
+        self.key = key
+        self.request = request
+        produced = getattr(request, "produced", None)
+        self.sent = 0 if produced is None else len(produced)
+        """How many parts were sent."""
+        self.began = monotonic()
+        self.latest = 0.0
+        """When the latest part was sent; 0.0: none yet."""
+        self.stalled: float | None = None
+        """Since when its reader has no room."""
+
+    def read(self, _: Request) -> None:
+        """Note that the reader has read a part, and may have room again."""
+        if self.stalled is not None:
+            self.run.kick()
+
+    def leave(self, _: Request) -> None:
+        """Leave the batch: the caller does not wait any more."""
+        self.run.leave(self)
+
+    def may_step(self, now: float) -> bool:
+        """Whether its state takes part in the next step: its reader has room."""
+        if self.request.has_room(self.sent):
+            self.stalled = None
+            return True
+        if self.stalled is None:
+            self.stalled = now
+        return False
+
+    @property
+    def can_restart(self) -> bool:
+        """Whether it may run again from its start, or from its parts."""
+        return not (self.sent and self.request.streams_outputs) or self.produced is not None
+
+    @property
+    def produced(self) -> list[Any] | None:
+        """The parts so far, if the stepper can go on from them."""
+        request = self.request
+        return request.produced if isinstance(request, StreamRequest) else None
+
+
+Delivery: TypeAlias = tuple[Request, Any, int, BaseException | None]
+"""A request, its part or result, the number of the part, and the error in place of these."""
+
+
+class StepRun:
+    """The batch of a runner while it has requests: one tick after the other.
+
+    A tick is one call on the worker: take who has left and who joins, stop and start their states,
+    take a step. The next tick is queued before the parts of this one are delivered. If a tick had
+    nothing to do, the batch rests until a *kick*: a read that makes room, a request that leaves, or
+    a newcomer. Every kick leads to one tick at most, so a newcomer without room costs one tick::
+
+        made -- begin --> ticking -- nothing to do --> resting -- kick --> ticking
+                          ticking -- no requests, or an error of the worker --> ended
+
+    The worker makes all changes, one tick at a time, and the lists of requests under the
+    scheduler's lock. `kick` and `leave` may be called from any thread, also by the garbage
+    collector, so they take no lock.
+    """
+
+    too_large: Sequence[Sequence[Request]] = ()
+
+    def __init__(self, runner: StepRunner) -> None:
+        self.runner: StepRunner = runner
+        self.scheduler = runner.scheduler
+        self.running: dict[int, RunningRequest] = {}
+        """The requests by their keys, the oldest first."""
+        self.began = 0.0
+        """When the present step began; 0.0 between steps."""
+        self.held = 0.0
+        """What the states hold."""
+        self.full = False
+        """Whether the batch has no room for the request that is next."""
+        self._fresh = True
+        self._left: deque[RunningRequest] = deque()
+        self._token: list[None] = []
+        """Holds one element while the batch rests; who takes the element queues the next tick."""
+        self._kicked = False
+        self._cancelled = False
+        self._broken: BaseException | None = None
+        """A late error of a tick: the next tick raises it."""
+        self._call: StepCall | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """The requests that run."""
+        return [one.request for one in tuple(self.running.values())]
+
+    # From any thread.
+
+    def begin(self) -> None:
+        """Queue the first tick."""
+        self._put()
+
+    def kick(self) -> None:
+        """Let the batch look for work once more."""
+        self._kicked = True  # first: a tick that ends without work looks at it afterwards
+        try:
+            self._token.pop()
+        except IndexError:
+            return  # a tick is queued or runs
+        self._put()
+
+    def leave(self, one: RunningRequest) -> None:
+        """Note that a caller does not wait any more."""
+        if self.running.get(one.key) is not one:
+            return  # its state has ended
+        self._left.append(one)
+        call = self._call
+        if call is not None and all(request.done for request in self.requests):
+            call.leave()  # `kill_after` may end a step on a host
+        self.kick()
+
+    def cancel(self) -> None:
+        """Stop all states: no caller waits any more."""
+        self._cancelled = True
+        self.kick()
+
+    def end_stalled(self, seconds: float) -> None:
+        """Fail the streams whose readers have had no room for so many seconds."""
+        now = monotonic()
+        for one in tuple(self.running.values()):
+            if one.stalled is None or now - one.stalled < seconds:
+                continue
+            waker = one.request.awaiter.waker
+            why = f"other items wait, and the caller has not read for {seconds:g} s"
+            waker.post(partial(one.request.fail_at_once, ReaderTooSlow(why)))
+            if waker.finished:  # the loop was closed
+                self.leave(one)
+
+    def end_lost(self) -> None:
+        """Do nothing: no part of the batch runs on an event loop."""
+
+    def _put(self) -> None:
+        call = self._call = StepCall(self)
+        try:
+            self.runner.executor._dispatcher.put(call, self.runner.worker)
+        except RuntimeError as error:  # shut down, or no thread can start
+            self.ended(False, (), error)
+
+    # On the worker.
+
+    def tick(self, call: "StepCall") -> list[Delivery]:
+        """Take one step. Returns what the callers get."""
+        try:
+            # In a copy of the context, so that only the stepper sees what observers set there.
+            return self.runner.caller.context().run(self._tick, call)
+        finally:
+            del self, call  # an error's traceback holds this frame
+
+    def _tick(self, call: "StepCall") -> list[Delivery]:
+        if self._broken is not None:
+            raise self._broken
+        self._kicked = False
+        left, joined = self.scheduler.change(self, self._gone())
+        now = monotonic()
+        steps = [one for one in self.running.values() if one.may_step(now)]
+        if not (left or joined or steps):
+            return []
+        worker = self.runner.worker = current_worker()
+        assert worker is not None  # noqa: S101  # ticks run on workers
+        if worker.launches is not None:
+            # The step runs after the newcomers' work, and the callers' later work after the step.
+            call.streams = tuple(streams_of(self.requests))
+            worker.launches.order(call.streams, tensors([one.request.item for one in joined]))
+        joining: list[Joining] = [(one.key, one.request.item, one.produced) for one in joined]
+        arguments = self._fresh, left, joining, [one.key for one in steps]
+        self._fresh = False
+        watch = self._watch(steps, joined, worker, now)
+        self.began = now
+        try:
+            ticked = self._run(watch, len(steps), arguments)
+        except BaseException as error:
+            if watch is not None:
+                watch.ended(0, 0, error)
+            raise
+        finally:
+            self.began = 0.0
+            del joining, arguments  # an error's traceback holds this frame
+        deliveries = self._handle(ticked, now)
+        if watch is not None:
+            errors = sum(isinstance(end, BaseException) for _, end in ticked.ended)
+            watch.ended(len(ticked.ended) - errors, errors, None)
+        if self.running and (left or joined or ticked.size):
+            call.goes_on = True
+            self._put()
+        return deliveries
+
+    def _gone(self) -> list[RunningRequest]:
+        """The requests that have left."""
+        gone = [*self.running.values()] if self._cancelled else []
+        while self._left:
+            gone.append(self._left.popleft())
+        return gone
+
+    def _watch(
+        self,
+        steps: Sequence[RunningRequest],
+        joined: Sequence[RunningRequest],
+        worker: Worker,
+        now: float,
+    ) -> BatchWatch | None:
+        observers = self.scheduler.observers.current
+        if observers is None:
+            return None
+        replica = self.runner.replica
+        items = [one.request for one in steps]
+        newcomers = [one.request for one in joined]
+        index = None if replica is None else replica.index
+        return BatchWatch(observers, BatchInfo(items, newcomers, worker.device, index, now))
+
+    def _run(self, watch: BatchWatch | None, size: int, arguments: tuple[Any, ...]) -> Ticked:
+        caller, observed = self.runner.caller, watch is not None and watch.observes_runs
+        try:
+            with watch.run(size) if watch is not None and observed else nullcontext():
+                if observed:
+                    caller = caller.with_context(copy_context())
+                return self.runner.tick(caller, arguments)
+        finally:
+            del self, arguments
+
+    def _handle(self, ticked: Ticked, began: float) -> list[Delivery]:
+        """Note the result of a tick. Returns what the callers get."""
+        now, deliveries = monotonic(), list[Delivery]()
+        first_parts, gaps = list[float](), list[float]()
+        for key, part in ticked.parts:
+            one = self.running[key]
+            if one.latest:
+                gaps.append(now - one.latest)
+            else:
+                first_parts.append(now - one.request.arrived)
+            one.latest = now
+            if one.request.streams_outputs:
+                self._send(one, part, ticked.keeps_parts, deliveries)
+        ended = [self.running[key] for key, _ in ticked.ended]
+        for one, (_, end) in zip(ended, ticked.ended, strict=True):
+            if isinstance(end, BaseException):
+                self._note(end)
+                deliveries.append((one.request, None, 0, end))
+            elif not one.request.streams_outputs:
+                deliveries.append((one.request, end.result, 0, None))
+            else:
+                if end.part is not None:
+                    self._send(one, end.part, False, deliveries)
+                deliveries.append((one.request, END, one.sent, None))
+        refused = [(self.running[key], need) for key, need in ticked.refused]
+        times = now - began, first_parts, gaps
+        self.scheduler.stepped(self, ended, refused, ticked, times)
+        return deliveries
+
+    def _send(self, one: RunningRequest, part: Any, keep: bool, deliveries: list[Delivery]) -> None:
+        request = one.request
+        deliveries.append((request, part, one.sent, None))
+        one.sent += 1
+        if keep and isinstance(request, StreamRequest):
+            if request.produced is None:
+                request.produced = []
+            request.produced.append(part)
+
+    def _note(self, error: BaseException) -> None:
+        replica = self.runner.replica
+        if replica is not None:
+            add_note_once(error, f"in replica {replica.index} on device {replica.worker.label}")
+
+    # At the end of a tick; from any thread.
+
+    def ended(
+        self, goes_on: bool, deliveries: Sequence[Delivery], error: BaseException | None
+    ) -> None:
+        """A tick has ended, and its parts are complete on the device.
+
+        Args:
+            goes_on: Whether the next tick is queued.
+            deliveries: What the callers get.
+            error: The error of the worker or of the device.
+        """
+        deliver_parts(deliveries)
+        if error is not None and goes_on:
+            self._broken = error
+        elif error is not None:
+            self._fail(error)
+        elif not goes_on:
+            self._rest()
+
+    def _rest(self) -> None:
+        if not self.running:
+            self.scheduler.ended(self, [], [], None)
+            return
+        self._token.append(None)
+        if self._kicked:
+            self.kick()
+
+    def _fail(self, error: BaseException) -> None:
+        """End the batch: its worker, replica or device has failed."""
+        running = [*self.running.values()]
+        again = isinstance(error, WorkerLost) or self.runner.is_replica_failure(error)
+        lost = [one.request for one in running if again and one.can_restart]
+        rest = [one.request for one in running if not (again and one.can_restart)]
+        shown = error
+        if isinstance(error, ReplicaFailed):
+            shown = error.__cause__ or WorkerLost("its replica was taken out of service")
+        if self.runner.replica is None:
+            self.runner.worker = None  # the next batch may run on any worker
+        self.scheduler.ended(self, [PartOutcome(rest, error=shown)], lost, error)
+        self.running.clear()  # the requests refer to this batch
+
+
+class StepCall(Call[Any]):
+    """A tick of a batch, as a call on a worker."""
+
+    helpable = False
+    internal = True
+    goes_on = False
+    """Whether the next tick is queued."""
+
+    def __init__(self, run: StepRun) -> None:
+        super().__init__(run.tick, (self,), run.runner.caller)
+        self._run: StepRun | None = run
+
+    def finish(self) -> None:
+        result, self.result = self.result, None
+        error, self.error = self.error, None
+        self._ended(result or [], error)
+
+    def cancel(self) -> None:
+        if self.claim():
+            self.drop()
+            self._ended([], ExecutorShutdown("the executor was shut down"))
+
+    def _ended(self, deliveries: list[Delivery], error: BaseException | None) -> None:
+        run, self._run = self._run, None  # the batch refers to its call
+        if run is not None:
+            run.ended(self.goes_on, deliveries, error)
+
+
+def deliver_parts(deliveries: Sequence[Delivery]) -> None:
+    """Deliver parts and results to the callers, on their event loops; from any thread."""
+    for waker in {request.awaiter.waker for request, *_ in deliveries}:
+        waker.post(partial(_deliver, deliveries, waker))
+
+
+def _deliver(deliveries: Sequence[Delivery], waker: Waker) -> None:
+    """Deliver to the callers on the loop of `waker`; again if Ctrl-C interrupts it."""
+    for request, part, step, error in deliveries:
+        if request.awaiter.waker is not waker:
+            continue
+        if error is None:
+            request.resolve(part, step)
+        else:
+            request.fail(error, error.__traceback__)
