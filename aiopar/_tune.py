@@ -160,6 +160,9 @@ class Search:
         names = [field.name for field in fields(BatcherSettings)]
         options = {name: getattr(batcher._settings, name) for name in names}
         bounds = {"max_pending": clients, "max_wait": None, "timeout": None}
+        if (sizes := batcher._settings.batch_sizes) is not None:
+            most = settings.max_batch_size
+            options["batch_sizes"] = [*(size for size in sizes if size < most), most]
         copy = Batcher(batcher._fn, **{**options, **bounds, **asdict(settings)}, name=batcher.name)
         copy._caller = batcher._caller
         async with copy:

@@ -103,6 +103,16 @@ class CoreShares:
         self._cores = min(_thread.cores or operator_threads(), core_count())
         # A set's add, discard and len are atomic, also without a GIL.
         self.running: set[object] = set()  # workers that are running, or have just got a call
+        self._always: int | None = None  # so many workers share the cores, however many run
+
+    def equalize(self, workers: int) -> None:
+        """Give each of so many workers the same share from now on, however many run."""
+        self._always = self._always or workers
+
+    @property
+    def sharing(self) -> int:
+        """How many workers share the cores now."""
+        return self._always or len(self.running)
 
     def share(self, running: int) -> int:
         """Return how many threads an operator may use while `running` workers run."""

@@ -77,7 +77,8 @@ class WorkerPool:
         self.thread_name_prefix = thread_name_prefix
         self.by_device: defaultdict[torch.device, list[Worker]] = defaultdict(list)
         """The workers of each device, in the order in which they were added."""
-        self._make_worker = partial(make_worker, shares=CoreShares(num_threads))
+        self._shares = CoreShares(num_threads)
+        self._make_worker = partial(make_worker, shares=self._shares)
         # An executor with fixed workers runs its calls on them only. Any worker may help with calls
         # of the default executor. (A token: threads may outlive the pool.)
         self._owner = None if grows else object()
@@ -102,6 +103,10 @@ class WorkerPool:
         # registration: an exit that begins later finds this pool.
         if _exiting.is_set():
             self.close(cancel_queued=True)
+
+    def equalize_shares(self) -> None:
+        """Let the operators of CPU workers use the same number of threads in every call."""
+        self._shares.equalize(sum(not is_accelerator(one.device) for one in self.workers))
 
     def __del__(self) -> None:
         # No call can be submitted any more: queued calls run, then the threads end.

@@ -458,7 +458,7 @@ class _WorkerThread(threading.Thread):
 
     def _share_cores(self, shares: CoreShares) -> None:
         """Let operators use this worker's part of the cores."""
-        sharing = len(shares.running)
+        sharing = shares.sharing
         if sharing != self._sharing:
             self._sharing = sharing
             count = shares.share(sharing)

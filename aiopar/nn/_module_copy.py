@@ -247,7 +247,8 @@ def check_replicable(root: nn.Module, modules: list[nn.Module]) -> None:
             raise TypeError(
                 f"{_describe(root, module)} was made by torch.compile: a replica cannot run its "
                 "compiled code. Replicate the module that was given to torch.compile, or run the "
-                "compiled module itself with DeviceExecutor.run_sync or parallel_apply."
+                "compiled module itself with DeviceExecutor.run_sync or parallel_apply. A "
+                "ReplicaPool compiles its replicas: ReplicaPool(module, compile=True)."
             )
         if _is_patched(module):
             raise TypeError(

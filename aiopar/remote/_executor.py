@@ -78,7 +78,7 @@ class HostWorker(ThreadWorker):
         result: Any = None
         try:
             shares = self.shares
-            threads = 0 if shares is None else shares.share(len(shares.running))
+            threads = 0 if shares is None else shares.share(shares.sharing)
             check_no_gradients(fn, state)
             task = Task(fn, args, kwargs, portable_state(state), threads)
             succeeded, result = self.slot.call(task)

@@ -1,6 +1,6 @@
 """`Batcher`: runs single items in batches, through a function or a pool of replicas."""
 
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import cycle, islice
 from time import monotonic
@@ -22,7 +22,7 @@ from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
 from ._runner import BatchRunner, Runner
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, FunctionKind, kind_of, name_for
+from ._settings import BatcherSettings, FunctionKind, fixed_sizes, kind_of, name_for
 from ._stats import BatcherStats
 from ._streaming import OutputStream
 
@@ -62,7 +62,12 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
             splits a batch over all its devices; workers collate the batches. A `ReplicaPool` gives
             each batch to one of its replicas. A generator function or async generator function
             yields outputs step by step, for `stream`.
-        max_batch_size: The most items in a batch.
+        max_batch_size: The most items in a batch. None: the largest of `batch_sizes`, or 32.
+        batch_sizes: The sizes that the function may see, such as `(1, 2, 4, 8, 16, 32)`: the last
+            item of a batch is repeated up to the next size, and its extra outputs are dropped. So a
+            compiler or a CUDA graph meets few shapes. Each replica of a pool runs the pool's
+            `warmup` in every size before it gets a batch. `max_batch_cost`, statistics and
+            observers count real items. None: no padding.
         max_queue_delay: Seconds that an item may wait for a batch to fill while a worker is free.
             An item with a timeout waits at most half of the timeout, and leaves the time of at
             least two batches before its deadline. 0: no wait.
@@ -93,7 +98,7 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: A bound is below 1 or a duration below 0; `max_batch_cost` without `cost`, or
-            `padded` without `max_batch_cost`.
+            `padded` without `max_batch_cost`; `max_batch_size` is not the largest of `batch_sizes`.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -114,7 +119,8 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         self,
         fn_or_pool: Forward[Outputs[Out_co]],
         *,
-        max_batch_size: int = 32,
+        max_batch_size: int | None = None,
+        batch_sizes: Iterable[int] | None = None,
         max_queue_delay: float = 0.0,
         max_pending: int = 1024,
         max_wait: float | None = None,
@@ -135,7 +141,8 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         self,
         fn_or_pool: AnyFunction[Out_co],
         *,
-        max_batch_size: int = 32,
+        max_batch_size: int | None = None,
+        batch_sizes: Iterable[int] | None = None,
         max_queue_delay: float = 0.0,
         max_pending: int = 1024,
         max_wait: float | None = None,
@@ -156,7 +163,8 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         self: "Batcher[Any, Any]",
         fn_or_pool: Callable[..., Any],
         *,
-        max_batch_size: int = 32,
+        max_batch_size: int | None = None,
+        batch_sizes: Iterable[int] | None = None,
         max_queue_delay: float = 0.0,
         max_pending: int = 1024,
         max_wait: float | None = None,
@@ -176,7 +184,8 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         self,
         fn_or_pool: Callable[..., Any],
         *,
-        max_batch_size: int = 32,
+        max_batch_size: int | None = None,
+        batch_sizes: Iterable[int] | None = None,
         max_queue_delay: float = 0.0,
         max_pending: int = 1024,
         max_wait: float | None = None,
@@ -194,8 +203,10 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         self._fn = fn_or_pool
         pool = fn_or_pool if isinstance(fn_or_pool, ReplicaPool) else None
         kind = FunctionKind() if pool is not None else kind_of(fn_or_pool)
+        batch_sizes, max_batch_size = fixed_sizes(batch_sizes, max_batch_size)
         settings = BatcherSettings(
             max_batch_size=max_batch_size,
+            batch_sizes=batch_sizes,
             max_queue_delay=max_queue_delay,
             max_pending=max_pending,
             max_wait=max_wait,

@@ -212,7 +212,7 @@ class WorkerPart(BatchPart):
 
     def _call_function(self) -> Any:
         runner, caller = self.runner, self.runner.caller
-        items = [request.item for request in self.requests]
+        items = self.items
         arguments: tuple[Any, ...] = (runner.collate_fn, runner.unbatch_fn, items)
         if self.batch.observed:
             caller = caller.with_context(copy_context())
@@ -224,7 +224,7 @@ class WorkerPart(BatchPart):
             del self, items, arguments
 
     def _begin_generator(self) -> Any:
-        runner, items = self.runner, [request.item for request in self.requests]
+        runner, items = self.runner, self.items
         make = partial(iterate_batch, runner.fn, runner.collate_fn, items)
         # A copy of the context, so that all steps see the variables that observers have set.
         self._steps = Steps(make, runner.caller, copy_context())
@@ -236,7 +236,7 @@ class WorkerPart(BatchPart):
     def _step(self) -> Any:
         """The outputs of the next step, checked; END after the last."""
         try:
-            arguments = (self._steps, len(self.requests), self.runner.unbatch_fn)
+            arguments = (self._steps, self.size, self.runner.unbatch_fn)
             return run_user_code(self.runner.caller, step_batch, arguments)
         finally:
             del self
@@ -257,7 +257,8 @@ class WorkerPart(BatchPart):
         elif outputs is None or outputs is END:  # None: a failure, or no requests
             self.end()
         elif not self.runner.streams:
-            self.end(PartOutcome(self.requests, *outputs))
+            made, unbatched = outputs
+            self.end(PartOutcome(self.requests, made, unbatched, size=self.size))
         else:
             if self.audience is None:
                 self.audience = Audience(self.requests)
@@ -367,7 +368,8 @@ class LoopPart(BatchPart):
         try:
             with self.batch.watched(len(self.requests)):
                 outputs = await self.runner.fn(await self._collated())
-                self._outcome = PartOutcome(self.requests, *await self._checked(outputs))
+                outputs = await self._checked(outputs)
+                self._outcome = PartOutcome(self.requests, *outputs, size=self.size)
         finally:
             outputs = None
             del self
@@ -414,7 +416,7 @@ class LoopPart(BatchPart):
 
     def _collated(self) -> Coroutine[Any, Any, Any]:
         """The function's input, made on a worker."""
-        call = AwaitedCall(self.runner.collate_fn, ([request.item for request in self.requests],))
+        call = AwaitedCall(self.runner.collate_fn, (self.items,))
         dispatcher = self.runner.executor._dispatcher
         dispatcher.prepare(call)
         # The collation runs after the work that the callers have launched.
@@ -422,7 +424,7 @@ class LoopPart(BatchPart):
         return await_call(call, dispatcher.pool, dispatcher.default_workers, False)
 
     async def _checked(self, outputs: Any) -> tuple[Any, bool]:
-        runner, count = self.runner, len(self.requests)
+        runner, count = self.runner, self.size
         del self  # an error's traceback holds this frame
         if runner.unbatch_fn is None:
             return checked(outputs, count, None)

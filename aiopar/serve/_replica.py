@@ -6,8 +6,10 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from time import monotonic, perf_counter
 from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,7 @@ from .._base.devices import current_stream, is_accelerator, is_device_error, sha
 from .._base.forking import ReentrantLock, Registry, live_methods
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
+from .._base.tree import map_tensors, tensors
 from ..errors import InvalidInput, ServiceClosed, WorkerLost
 from ..executor._call import NO_KWARGS, AwaitedCall
 from ..executor._executor import DeviceExecutor, await_call
@@ -105,6 +108,33 @@ def call_module(module: Callable[..., T], batch: Any) -> T:
     return module(*inputs, **kwargs)
 
 
+def resized(arguments: Arguments, size: int) -> Arguments:
+    """`arguments` as a batch of `size` rows: the rows of its tensors are repeated or cut."""
+    rows = next((each.shape[0] for each in tensors(arguments) if each.ndim), 0)
+
+    def resize(tensor: Tensor) -> Tensor:
+        if not tensor.ndim or tensor.shape[0] != rows:
+            return tensor
+        return tensor[torch.arange(size, device=tensor.device) % rows]
+
+    return arguments if rows == 0 else map_tensors(resize, arguments)
+
+
+def compile_options(given: bool | Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The options of `torch.compile` that the argument `compile` asks for; None: no compilation."""
+    if isinstance(given, bool):
+        return {} if given else None
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            "compile must be a bool or a dict of options of torch.compile, not "
+            f"{type(given).__name__}"
+        )
+    options = signature(torch.compile).parameters.keys() - {"model"}
+    if unknown := given.keys() - options:
+        raise ValueError(f"compile: torch.compile has no option {min(unknown)!r}")
+    return dict(given)
+
+
 def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
     """The arguments of each call of the argument `warmup`."""
     if warmup is None:
@@ -142,13 +172,17 @@ class ReplicaFailed(RuntimeError):
         self.module = module
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ReplicaSettings:
-    """The arguments of a `ReplicaPool` that its replicas need."""
+    """The arguments of a `ReplicaPool` that its replicas need, and the sizes of its batches."""
 
     warmup: tuple[Arguments, ...]
     inference_mode: bool
     max_failures: int
+    compile: Mapping[str, Any] | None
+    """The options of `torch.compile`; None: modules are not compiled."""
+    batch_sizes: frozenset[int] = frozenset()
+    """The sizes of the batches of all batchers that ask for fixed sizes."""
 
 
 OutOfService: TypeAlias = Literal["rebuilding", "returning", "retired", "closed"]
@@ -189,6 +223,8 @@ class PoolReplica:
         # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
         self._consecutive_failures = 0
+        self.warmed_up: frozenset[int] = frozenset()
+        """The batch sizes that its latest copy has run."""
         self._next_check = 0.0  # the warm-up input is not run before this time, by `monotonic`
         self._completed = self._failed = 0
         self._busy_seconds = 0.0
@@ -323,7 +359,7 @@ class PoolReplica:
                 return
             self._next_check = math.inf
         try:
-            self.warm_up(module, caller)
+            self.warm_up(module, caller, min(self.warmed_up, default=None))
         except torch.OutOfMemoryError:
             return  # the failed call's tensors may still be in memory
         except (Exception, SystemExit) as warmup_error:
@@ -338,11 +374,14 @@ class PoolReplica:
             self._next_check = ended + _CHECK_PAUSE * (ended - began)
         self._consecutive_failures = 0
 
-    def warm_up(self, module: nn.Module, caller: CallerState) -> None:
-        """Run `module` on the warm-up input; called on the replica's worker."""
+    def warm_up(self, module: nn.Module, caller: CallerState, *sizes: int | None) -> None:
+        """Run `module` on the warm-up inputs in these batch sizes; called on its worker."""
         call = self._call(module)
+        run = ModuleCall.run if self._settings.compile is None else ModuleCall.compile_and_run
         for arguments in self._settings.warmup:
-            self.worker.run(ModuleCall.run, (call, *arguments), NO_KWARGS, caller)
+            for size in sizes:
+                given = arguments if size is None else resized(arguments, size)
+                self.worker.run(run, (call, *given), NO_KWARGS, caller)
         if self.worker.shares_memory and is_accelerator(self.worker.device):
             current_stream(self.worker.device).synchronize()  # kernels fail late
 
@@ -352,13 +391,18 @@ class PoolReplica:
             # The copy's memory belongs to another stream. When it is freed, calls of this worker
             # may still read it.
             share_memory(all_tensors(module), current_stream(self.worker.device))
-        may_compile = "torch._dynamo" in sys.modules
+        settings, sizes = self._settings, self._settings.batch_sizes
+        may_compile = settings.compile is not None or "torch._dynamo" in sys.modules
         if may_compile and not _compile_lock.acquire(blocking=False):
             # The holder of the lock may wait for a call in the queue of this worker.
             thread_hooks.about_to_block()
             _compile_lock.acquire()
         try:
-            self.warm_up(module, caller)
+            if settings.compile is not None:
+                arguments = self._call(module), settings.compile
+                self.worker.run(ModuleCall.compile, arguments, NO_KWARGS, caller)
+            self.warm_up(module, caller, *(sorted(sizes) or (None,)))
+            self.warmed_up = sizes
         except Exception as error:
             add_note_once(error, f"in the warm-up of {self._where}")
             raise
@@ -399,6 +443,25 @@ class ModuleCall:
             moved = [_moved(value, self.device) for value in inputs]
             named = {name: _moved(value, self.device) for name, value in kwargs.items()}
             return self.module(*moved, **named)
+
+    def compile(self, options: Mapping[str, Any]) -> None:
+        """Compile the module in place; its first calls make the code."""
+        # In copies, because `torch.compile` takes entries out of its `options`.
+        own: dict[str, Any] = {
+            key: dict(one) if isinstance(one, dict) else one for key, one in options.items()
+        }
+        # `Module.compile` does nothing for a container of torch (`Sequential`), and its code holds
+        # the module in a reference cycle.
+        compiled, this = torch.compile(type(self.module).forward, **own), ref(self.module)
+        self.module.forward = lambda *inputs, **kwargs: compiled(this(), *inputs, **kwargs)
+
+    def compile_and_run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """As `run`, for the warm-up: compile, even if Dynamo's limit of recompilations is hit."""
+        from torch._dynamo import config
+
+        with config.patch(recompile_limit=config.accumulated_recompile_limit):
+            self.run(inputs, kwargs)
+            return self.run(inputs, kwargs)  # CUDA graphs are recorded in the second run
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,7 +1,7 @@
 """`ReplicaPool`: a kept replica of a module per device; each batch goes whole to one of them."""
 
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
 from functools import partial
 from operator import attrgetter
 from typing import Any, Generic, Self, TypeVar
@@ -42,6 +42,7 @@ from ._replica import (
     ReplicaFailed,
     ReplicaSettings,
     all_replicas,
+    compile_options,
     copies_of,
     loaded_copy,
     warmup_calls,
@@ -90,7 +91,13 @@ class ReplicaPool(Generic[Out_co]):
         executor: Where the replicas run; the pool does not close it. None: the executor that is
             current when the pool is opened.
         warmup: What every replica runs before it is ready: a batch, a tuple of positional
-            arguments, a mapping of keyword arguments, or a list of these.
+            arguments, a mapping of keyword arguments, or a list of these. For a batcher with
+            `batch_sizes`, the rows of their tensors are repeated or cut to each size.
+        compile: Whether each replica runs compiled code: True, or the options of `torch.compile`,
+            such as `{"dynamic": False}`. Replicas compile one at a time, each on its worker, before
+            they serve, in the warm-up: so give `warmup`. Each input may be compiled there, also
+            beyond Dynamo's limit of recompilations. CPU workers of the executor then always use
+            equal shares of the cores, because code is compiled for a number of threads.
         inference_mode: Whether the module runs under `torch.inference_mode`. If False, it runs
             under the caller's grad mode, for gradients of inputs; weights of replicas require no
             gradients.
@@ -123,6 +130,7 @@ class ReplicaPool(Generic[Out_co]):
         *,
         executor: DeviceExecutor | None = None,
         warmup: Any = None,
+        compile: bool | Mapping[str, Any] = False,  # noqa: A002  # the name in torch
         inference_mode: bool = True,
         max_failures: int = 1,
         name: str | None = None,
@@ -138,7 +146,9 @@ class ReplicaPool(Generic[Out_co]):
         self.name: str = name_for(module, name)
         if executor is not None:
             executor._dispatcher.groups_on(self.devices)  # raises if it has too few workers
-        self._settings = ReplicaSettings(warmup_calls(warmup), inference_mode, max_failures)
+        self._settings = ReplicaSettings(
+            warmup_calls(warmup), inference_mode, max_failures, compile_options(compile)
+        )
         self._module = checked  # replicas are copies of it
         self._hosted: nn.Module | None = None  # stands for the copies of the module on all hosts
         self._closing = False
@@ -348,14 +358,33 @@ class ReplicaPool(Generic[Out_co]):
     # Opening and rebuilding.
 
     @ki_protected
-    async def _open(self, caller: CallerState | None = None) -> None:
-        """Make the replicas ready, or wait until another task has done so."""
+    async def _open(
+        self, caller: CallerState | None = None, batch_sizes: Sequence[int] = ()
+    ) -> None:
+        """Make the replicas ready, or wait until another task has done so.
+
+        From then on, each replica runs the warm-up input in these sizes before it serves.
+        """
         self._check_open()
+        if batch_sizes:
+            with self._lock:
+                self._settings.batch_sizes |= frozenset(batch_sizes)
         while not self._replicas:
             if not in_event_loop():
                 raise RuntimeError("open the pool in an event loop first: `async with pool`")
             await self._start_opening(caller or CallerState())
             self._check_open()
+        if batch_sizes:
+            await self._warm_up(caller or CallerState(), frozenset(batch_sizes))
+
+    async def _warm_up(self, caller: CallerState, sizes: Set[int]) -> None:
+        """Run the warm-up input in these sizes on each replica that has not, between its calls."""
+        self._forget_closed_loop()
+        async with self._installing:
+            for replica in self._replicas:
+                module = replica.module  # None: the next copy is warmed up in these sizes
+                if module is not None and not sizes <= replica.warmed_up:
+                    await retry_lost(partial(replica.call, caller, replica.prepare, module, caller))
 
     def _start_opening(self, caller: CallerState) -> Future[None]:
         """Return a future that is done when the pool is open; start to open it unless a task does.
@@ -372,7 +401,10 @@ class ReplicaPool(Generic[Out_co]):
             workers = executor._one_for_each(self.devices, taken)
             numbered = enumerate(workers)
             replicas = [PoolReplica(n, executor, one, self._settings) for n, one in numbered]
-            executor._dispatcher.pool.followers.add(WeakMethod(self._follow))
+            pool = executor._dispatcher.pool
+            pool.followers.add(WeakMethod(self._follow))
+            if self._settings.compile is not None:
+                pool.equalize_shares()
             tasks = self._tasks = Tasks(caller)
             opening = self._opening = running_future()
         open_replicas = partial(self._open_replicas, opening, replicas)

@@ -187,6 +187,8 @@ class PartOutcome:
     unbatched: bool = False
     step: int = 0
     """The number of the step of a stream."""
+    size: int = 0
+    """How many items the outputs are for: more than the requests, if the batch was padded."""
     error: BaseException | None = None
     traceback: TracebackType | None = None
     """The error's traceback before any caller raised it: every raise adds frames."""
@@ -200,7 +202,7 @@ class PartOutcome:
         if self.error is not None or self.unbatched:
             return
         try:
-            self.outputs = unbatch(self.outputs, len(self.requests))
+            self.outputs = unbatch(self.outputs, self.size)
             self.unbatched = True
         except Exception as error:  # noqa: BLE001  # a user's type of output may raise any error
             note = f"while the batch's outputs, {type(self.outputs)}, were taken apart"

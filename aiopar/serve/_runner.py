@@ -1,6 +1,7 @@
 """A batch while it runs: its parts, how they end, and the runners that take batches."""
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
@@ -168,6 +169,7 @@ class BatchRunner(Runner):
         keep, unbatch_fn = executor._dispatcher.keep, settings.unbatch_fn
         self.collate_fn = keep(settings.collate_fn)
         self.unbatch_fn = None if unbatch_fn is None else keep(unbatch_fn)
+        self.batch_sizes = settings.batch_sizes
         self.streams = kind.streams
 
     def start(self) -> None:
@@ -372,6 +374,20 @@ class BatchPart:
         """Whether the part is a stream and has an output."""
         return self.sent > 0
 
+    @property
+    def size(self) -> int:
+        """How many items the function gets: one per request, or the next of `batch_sizes`."""
+        count, sizes = len(self.requests), self.runner.batch_sizes
+        return count if sizes is None else sizes[bisect_left(sizes, count)]
+
+    @property
+    def items(self) -> list[Any]:
+        """The items of its requests; the last one is repeated up to `size`."""
+        items = [request.item for request in self.requests]
+        if self.runner.batch_sizes is not None:
+            items += items[-1:] * (self.size - len(items))
+        return items
+
     def begin(self) -> None:
         """Take the requests and run them, soon."""
         raise NotImplementedError
@@ -390,7 +406,7 @@ class BatchPart:
         step, self.sent = self.sent, self.sent + 1
         if step == 0 and self.batch.goes_on:
             self.batch.add_part(self).begin()
-        deliver_soon([PartOutcome(self.requests, outputs, unbatched, step)])
+        deliver_soon([PartOutcome(self.requests, outputs, unbatched, step, size=self.size)])
 
     def end(self, outcome: PartOutcome | None = None) -> None:
         """End the part with `error`, or else with `outcome`; a stream gets its `END` here."""

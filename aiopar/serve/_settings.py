@@ -1,10 +1,11 @@
 """The checked options of a batcher; names and conditions of batchers and pools."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from .._base.arguments import (
+    as_list,
     check_callable,
     check_instance,
     check_int,
@@ -31,6 +32,24 @@ def kind_of(fn: Any) -> FunctionKind:
     return kind
 
 
+def fixed_sizes(
+    batch_sizes: Iterable[int] | None, max_batch_size: int | None
+) -> tuple[tuple[int, ...] | None, int]:
+    """The sizes that batches are padded to, ascending, and the most items in a batch."""
+    if batch_sizes is None:
+        return None, 32 if max_batch_size is None else max_batch_size
+    given = as_list("batch_sizes", batch_sizes, "ints")
+    sizes = tuple(sorted({check_int("batch_sizes", size, at_least=1) for size in given}))
+    if not sizes:
+        raise ValueError("batch_sizes is empty: it needs at least one size")
+    if max_batch_size not in (None, sizes[-1]):
+        raise ValueError(
+            f"max_batch_size must be the largest of batch_sizes, {sizes[-1]}, or be left out; "
+            f"got {max_batch_size}"
+        )
+    return sizes, sizes[-1]
+
+
 _COUNTS = ("max_batch_size", "max_pending", "concurrency")
 _NUMBERS = ("max_queue_delay", "max_wait", "max_batch_cost", "timeout", "read_timeout")
 _FUNCTIONS = ("unbatch_fn", "batch_key", "cost")
@@ -54,11 +73,12 @@ class BatcherSettings:
     batch_key: Callable[[Any], Hashable] | None = None
     cost: Callable[[Any], float] | None = None
     padded: bool = False
+    batch_sizes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for field in fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is None and name in _OPTIONAL:
+            if name == "batch_sizes" or (value is None and name in _OPTIONAL):
                 continue
             if name in _COUNTS:
                 value = check_int(name, value, at_least=1)
