@@ -67,6 +67,11 @@ class StepRunner(Runner):
     def in_service(self) -> bool:
         return super().in_service and (self.replica is None or self.replica.module is self.module)
 
+    @property
+    def removed(self) -> bool:
+        """Whether its worker was removed from the executor."""
+        return self.worker is not None and self.worker not in self.executor._dispatcher.pool.workers
+
     def start(self) -> None:
         run = self.batch = StepRun(self)
         run.begin()
@@ -133,6 +138,11 @@ class RunningRequest:
         return False
 
     @property
+    def joining(self) -> Joining:
+        """What the stepper needs to start its state."""
+        return self.key, self.request.item, self.produced or None
+
+    @property
     def can_restart(self) -> bool:
         """Whether it may run again from its start, or from its parts."""
         return not (self.sent and self.request.streams_outputs) or self.produced is not None
@@ -190,12 +200,15 @@ class StepRun:
     @property
     def requests(self) -> list[Request]:
         """The requests that run."""
-        return [one.request for one in tuple(self.running.values())]
+        return [one.request for one in self.running.copy().values()]
 
     # From any thread.
 
     def begin(self) -> None:
         """Queue the first tick."""
+        if self.runner.replica is not None:
+            # A pool that lets go of the replica waits for the end of the batch.
+            self.runner.replica.in_flight.try_acquire()
         self._put()
 
     def kick(self) -> None:
@@ -225,7 +238,7 @@ class StepRun:
     def end_stalled(self, seconds: float) -> None:
         """Fail the streams whose readers have had no room for so many seconds."""
         now = monotonic()
-        for one in tuple(self.running.values()):
+        for one in self.running.copy().values():
             if one.stalled is None or now - one.stalled < seconds:
                 continue
             waker = one.request.awaiter.waker
@@ -242,7 +255,7 @@ class StepRun:
         try:
             self.runner.executor._dispatcher.put(call, self.runner.worker)
         except RuntimeError as error:  # shut down, or no thread can start
-            self.ended(False, (), error)
+            self.ended(False, (), WorkerLost(str(error)) if self.runner.removed else error)
 
     # On the worker.
 
@@ -269,7 +282,9 @@ class StepRun:
             # The step runs after the newcomers' work, and the callers' later work after the step.
             call.streams = tuple(streams_of(self.requests))
             worker.launches.order(call.streams, tensors([one.request.item for one in joined]))
-        joining: list[Joining] = [(one.key, one.request.item, one.produced) for one in joined]
+        joining: list[Joining] = [
+            (one.key, one.request.item, one.produced or None) for one in joined
+        ]
         arguments = self._fresh, left, joining, [one.key for one in steps]
         self._fresh = False
         watch = self._watch(steps, joined, worker, now)
@@ -390,7 +405,7 @@ class StepRun:
 
     def _rest(self) -> None:
         if not self.running:
-            self.scheduler.ended(self, [], [], None)
+            self._end([], [], None)
             return
         self._token.append(None)
         if self._kicked:
@@ -407,8 +422,15 @@ class StepRun:
             shown = error.__cause__ or WorkerLost("its replica was taken out of service")
         if self.runner.replica is None:
             self.runner.worker = None  # the next batch may run on any worker
-        self.scheduler.ended(self, [PartOutcome(rest, error=shown)], lost, error)
+        self._end([PartOutcome(rest, error=shown)], lost, error)
         self.running.clear()  # the requests refer to this batch
+
+    def _end(
+        self, outcomes: list[PartOutcome], lost: list[Request], error: BaseException | None
+    ) -> None:
+        if self.runner.replica is not None:
+            self.runner.replica.in_flight.release()
+        self.scheduler.ended(self, outcomes, lost, error)
 
 
 class StepCall(Call[Any]):
