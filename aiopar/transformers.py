@@ -171,6 +171,11 @@ class CausalLM:
         self._cache = _Slots()
         self._rows: list[_Row] = []  # by slot
 
+    @property
+    def device(self) -> torch.device:
+        """The model's device; `ContinuousBatcher` runs the stepper on a worker of it."""
+        return self._model.device
+
     def start(self, item: Prompt) -> "_Row":
         """See `Stepper.start`.
 
@@ -261,8 +266,8 @@ class CausalLM:
         table = []
         for row, count in work:
             row.written = max(row.written, row.cached + width)
-            ids = row.ids[row.cached : row.cached + count]
-            table.append([row.slot, row.cached, count, *ids, *[0] * (width - count)])
+            tokens = row.ids[row.cached : row.cached + count]
+            table.append([row.slot, row.cached, count, *tokens, *[0] * (width - count)])
         numbers = torch.tensor(table, device=self._model.device)
         slots, cached, counts, ids = torch.split(numbers, [1, 1, 1, width], 1)
         places = cached + torch.arange(width, device=ids.device)
