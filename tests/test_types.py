@@ -79,6 +79,14 @@ async def spelled(words: list[str]) -> AsyncIterator[list[str]]:
         yield list(letters)
 
 
+class Spell:
+    def start(self, item: str) -> list[str]:
+        return list(item)
+
+    def step(self, states: list[list[str]]) -> list[str | aiopar.Done[int] | Exception | None]:
+        return [letters.pop(0) if letters else aiopar.Done(1) for letters in states]
+
+
 def untyped(batch: Any) -> Any:
     return batch
 
@@ -178,6 +186,16 @@ class TestBatcher:
 
         async with Batcher(lengths) as batcher:
             assert await ask(batcher) == 4
+
+
+@pytest.mark.asyncio
+async def test_continuous_batcher_of_a_stepper() -> None:
+    async with aiopar.ContinuousBatcher(Spell()) as batcher:
+        assert_type(batcher, aiopar.ContinuousBatcher[str, str, Any])
+        assert_type([part async for part in batcher.stream("ab")], list[str])
+    named: aiopar.ContinuousBatcher[str, str, int] = aiopar.ContinuousBatcher(Spell())
+    async with named:
+        assert_type(await named("ab"), int)
 
 
 @pytest.mark.asyncio

@@ -13,13 +13,14 @@ from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ._base_batcher import BaseBatcher
 from ._continuous_scheduler import ContinuousScheduler
+from ._inferred import In_contra, Out_co, Part_co
 from ._replica import PoolReplica
 from ._replica_pool import ReplicaPool
 from ._runner import Runner
 from ._settings import BatcherSettings, FunctionKind, name_for
 from ._stats import ContinuousStats
 from ._step_run import StepRunner
-from ._stepper import AnyStepper, In_contra, Out_co, Part_co, Stepper
+from ._stepper import AnyStepper, Stepper
 from ._streaming import OutputStream
 
 
@@ -45,6 +46,9 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     - A lost worker (a process, an actor, a replica): requests whose parts nobody has seen start
       again elsewhere. The others fail with `WorkerLost`, or go on if the stepper has `resume`.
     - No item waits while more than 32 others join.
+
+    Type checkers infer the types of items and parts from the stepper's annotations, but not that of
+    results: annotate `batcher: ContinuousBatcher[In, Part, Out]` for it.
 
     Args:
         stepper_or_pool: The stepper; it runs on one worker of the executor that is current when the
@@ -91,7 +95,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     @overload
     def __init__(
         self,
-        stepper_or_pool: Stepper[In_contra, Any, Part_co, Out_co],
+        stepper_or_pool: Stepper[In_contra, Any, Part_co],
         *,
         stepper: None = None,
         max_batch_size: int = 16,
@@ -108,7 +112,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
         self,
         stepper_or_pool: ReplicaPool[Any],
         *,
-        stepper: Callable[[Any], Stepper[In_contra, Any, Part_co, Out_co]],
+        stepper: Callable[[Any], Stepper[In_contra, Any, Part_co]],
         max_batch_size: int = 16,
         max_batch_cost: float | None = None,
         max_pending: int = 1024,

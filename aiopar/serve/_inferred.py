@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     import typing_extensions
 
     In_contra = typing_extensions.TypeVar("In_contra", contravariant=True, default=Any)
+    Part_co = typing_extensions.TypeVar("Part_co", covariant=True, default=Any)
     Out_co = typing_extensions.TypeVar("Out_co", covariant=True, default=Any)
 else:  # type variables have defaults since CPython 3.13
     In_contra = TypeVar("In_contra", contravariant=True)
+    Part_co = TypeVar("Part_co", covariant=True)
     Out_co = TypeVar("Out_co", covariant=True)
 Arg_contra = TypeVar("Arg_contra", contravariant=True)
 Result_co = TypeVar("Result_co", covariant=True)

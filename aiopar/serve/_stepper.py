@@ -23,7 +23,7 @@ class Done(Generic[Out_co]):
     part: Any = None
 
 
-class Stepper(Protocol[In_contra, State, Part_co, Out_co]):
+class Stepper(Protocol[In_contra, State, Part_co]):
     """A model that works in steps. `ContinuousBatcher` calls its methods on one worker.
 
     Two methods never run at the same time, so a stepper needs no lock. A state may be any object:
@@ -45,7 +45,7 @@ class Stepper(Protocol[In_contra, State, Part_co, Out_co]):
     def start(self, item: In_contra) -> State:
         """Make the state of a new request, without a forward. An error fails only this item."""
 
-    def step(self, states: list[State]) -> Sequence[Part_co | Done[Out_co] | Exception | None]:
+    def step(self, states: list[State]) -> Sequence[Part_co | Done[Any] | Exception | None]:
         """Take one step for all `states`; the oldest request is first.
 
         Returns one entry per state: a part; None if there is no part yet (a prompt may take several
@@ -53,4 +53,4 @@ class Stepper(Protocol[In_contra, State, Part_co, Out_co]):
         """
 
 
-AnyStepper: TypeAlias = Stepper[Any, Any, Any, Any]
+AnyStepper: TypeAlias = Stepper[Any, Any, Any]
