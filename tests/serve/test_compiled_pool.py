@@ -37,14 +37,20 @@ class Compiled(nn.Module):
 
 
 class Backend:
-    """Counts the graphs that it compiles."""
+    """Notes the graphs that it compiles, and each run of a compiled graph."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.compiled: list[nn.Module] = []
+        self.runs: list[nn.Module] = []
 
     def __call__(self, graph: nn.Module, _: list[Tensor]) -> Callable[..., Any]:
-        self.count += 1
-        return graph.forward
+        self.compiled.append(graph)
+
+        def run(*inputs: Any) -> Any:
+            self.runs.append(graph)
+            return graph.forward(*inputs)
+
+        return run
 
 
 def layers() -> nn.Module:
@@ -63,22 +69,26 @@ class Layers(nn.Module):
 @pytest.mark.parametrize("make", [Layers, layers], ids=["own", "of torch"])
 async def test_no_batch_compiles_with_fixed_sizes(make: Callable[[], nn.Module]) -> None:
     random, backend, copies, model = Random(0), Backend(), Copies(), make()
+    ran: list[int] = []
     # A hook runs outside of the compiled code.
     model.register_forward_pre_hook(lambda module, _: copies.note(module))
 
     async def serve(batcher: Batcher[Tensor, Tensor], batches: int) -> None:
-        compiled = backend.count
-        for _ in range(batches // 2):  # two at once, on both replicas
-            items = torch.randn(random.randint(1, 32) + random.randint(1, 32), 4)
+        compiled = len(backend.compiled)
+        backend.runs.clear()
+        for _ in range(batches):  # at least one batch each; often two at once, on both replicas
+            items = torch.randn(random.randint(1, 32) + random.randint(0, 32), 4)
             outputs = await outcomes_of(batcher, list(items))
             torch.testing.assert_close(torch.stack(outputs), model(items))
-        assert backend.count == compiled
+        assert len(backend.compiled) == compiled
+        ran.append(len(backend.runs))
+        assert sum(ran) == sum(batcher.stats().batch_sizes.values()), "a batch ran eagerly"
 
     options = {"dynamic": False, "backend": backend}
     async with current_executor(CPUS):
         pool = ReplicaPool(model, warmup=torch.zeros(8, 4), compile=options)
         async with Batcher(pool, batch_sizes=SIZES) as batcher, pool:
-            assert backend.count == len(SIZES), "replicas share code"
+            assert len(backend.compiled) == len(SIZES), "replicas share code"
             with torch.inference_mode():
                 await serve(batcher, 500)
                 assert len(batcher.stats().batch_sizes) == 32
