@@ -427,7 +427,9 @@ class StepRun:
             shown = error.__cause__ or WorkerLost("its replica was taken out of service")
         if self.runner.replica is None:
             self.runner.worker = None  # the next batch may run on any worker
-        self._end([PartOutcome(rest, error=shown)], lost, error)
+        late = not (running or self._fresh or self.runner.is_replica_failure(error))
+        # After a late error of its last step the batch has ended; the queue has no part in it.
+        self._end([PartOutcome(rest, error=shown)], lost, None if late else error)
         self.running.clear()  # the requests refer to this batch
 
     def _end(
