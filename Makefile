@@ -31,7 +31,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve test test-all test-host test-sim lint format docs docs-serve bench bench-all dist clean
+.PHONY: help install demo serve chat test test-all test-host test-sim lint format docs docs-serve bench bench-all dist clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -73,6 +73,9 @@ demo: $(if $(wildcard $(INSTALLED)),,$(DEMO_INSTALLED)) ## real weights, real te
 
 serve: $(INSTALLED) ## a service: sentence embeddings over HTTP, on http://127.0.0.1:8000 (PORT=9000 HOST=0.0.0.0)
 	$(BIN)/python -m examples.embedding_service --host $(HOST) --port $(PORT)
+
+chat: $(INSTALLED) ## a chat with a language model on real weights, by OpenAI's API and on a page (PORT=9000 HOST=0.0.0.0)
+	$(BIN)/python -m examples.chat_service --host $(HOST) --port $(PORT)
 
 test: ## run the suite for the CPU, then for the simulated accelerator, also if the first part failed
 	@$(MAKE) --no-print-directory --keep-going test-host test-sim

@@ -65,7 +65,7 @@ class _Groups(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
 
     def _split_scope(self, nodeid: str) -> str:
         # A file, a folder, a kind of worker.
-        shared = re.search("(?<![a-z])ray(?![a-z])|embedding_service", nodeid)
+        shared = re.search("(?<![a-z])ray(?![a-z])|(embedding|chat)_service", nodeid)
         return shared[0] if shared else str(super()._split_scope(nodeid))
 
 

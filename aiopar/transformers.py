@@ -88,12 +88,14 @@ class Token:
             or while a stop string may have begun.
         logprob: The log probability, before temperature, `top_k` and `top_p`. None: not asked for.
         top_logprobs: Ids and log probabilities of the most likely tokens, if asked for.
+        finish_reason: Of the last token: that of its `Completion`.
     """
 
     id: int
     text: str
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,7 +326,7 @@ class CausalLM:
             reason = "length"
         if reason:
             text += row.text.rest()
-        token = Token(choice.id, text, choice.logprob, choice.top_logprobs)
+        token = Token(choice.id, text, choice.logprob, choice.top_logprobs, reason)
         row.tokens.append(token)
         if reason is None:
             return token

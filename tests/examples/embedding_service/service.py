@@ -1,29 +1,21 @@
 """The embedding service in a process of its own, as `make serve` starts it, and its clients."""
 
 import json
-import os
-import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from socket import IPPROTO_TCP, SO_RCVBUF, SOL_SOCKET, TCP_MAXSEG, socket
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import httpx2
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-ROOT = Path(__file__).parents[3]
+from tests.examples.served_example import PATIENCE, ServedExample
+
 CORPUS_SIZE = 24
 MODEL = "all-MiniLM-L6-v2"
-# Seconds for whatever has to happen: long enough for a machine that has other things to do.
-PATIENCE = 100.0
 
 
 def asking(path: str, texts: list[str]) -> dict[str, object]:
@@ -57,7 +49,7 @@ class Counts(NamedTuple):
         return not self.queued and not self.in_flight
 
 
-class Service:
+class Service(ServedExample):
     """Two replicas on the CPU, and a small corpus, on a port of the loopback.
 
     Args:
@@ -65,74 +57,20 @@ class Service:
     """
 
     def __init__(self, workers: str = "threads") -> None:
-        options = f"--port 0 --devices cpu cpu --corpus-size {CORPUS_SIZE} --timeout {PATIENCE}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "examples.embedding_service", *options.split()],
-            cwd=ROOT,
-            # A Ray of its own: it does not join the cluster of another test.
-            env=os.environ | {"WORKERS": workers, "RAY_ADDRESS": "local"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._log: list[str] = []
-        self._listening = threading.Event()
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
-
-    def __enter__(self) -> Self:
-        try:
-            self._listening.wait(PATIENCE)
-            running = re.search(r"running on (http://\S+)", self.log)
-            assert running is not None, f"it does not start: {self.log}"
-            self.url = running[1]
-        except BaseException:
-            self.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()  # if it has not ended
-        self._process.wait()
-        self._reader.join()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._log.append(line)
-            if "running on" in line:
-                self._listening.set()
-        self._listening.set()  # it has ended, maybe before it listened
-
-    @property
-    def log(self) -> str:
-        return "".join(self._log)
-
-    def terminate(self) -> None:
-        self._process.send_signal(signal.SIGTERM)
-
-    def end(self) -> None:
-        """Wait until it has ended, as it should."""
-        status = self._process.wait(PATIENCE)
-        self._reader.join()
-        assert status in {0, -signal.SIGTERM}, self.log
-        assert "Traceback" not in self.log
-        assert "ERROR" not in self.log
+        options = f"--devices cpu cpu --corpus-size {CORPUS_SIZE} --timeout {PATIENCE}"
+        # A Ray of its own: it does not join the cluster of another test.
+        super().__init__("embedding_service", options, WORKERS=workers, RAY_ADDRESS="local")
 
     def worker_pids(self) -> set[int]:
         """The processes of its replicas: children of the fork server, or of Ray's raylet."""
         found = set()
-        for child in psutil.Process(self._process.pid).children():
+        for child in psutil.Process(self.pid).children():
             for process in child.children():
                 with suppress(psutil.NoSuchProcess):  # it has just ended
                     name = process.name()
                     if name.startswith("ray::HostActor") or not name.startswith("ray::"):
                         found.add(process.pid)
         return found
-
-    def client(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=PATIENCE)
 
     def async_client(self) -> httpx2.AsyncClient:
         """For many requests at a time, on connections of their own.

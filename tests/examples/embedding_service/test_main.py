@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from examples.embedding_service.__main__ import main
-
-from .service import ROOT
+from tests.examples.served_example import ROOT
 
 
 @pytest.mark.parametrize(

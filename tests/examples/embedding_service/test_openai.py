@@ -9,8 +9,10 @@ import pytest
 import torch
 from openai import OpenAI
 
+from tests.examples.served_example import PATIENCE
+
 from .conftest import Reference
-from .service import MODEL, PATIENCE, Service
+from .service import MODEL, Service
 
 pytestmark = pytest.mark.timeout(140)
 

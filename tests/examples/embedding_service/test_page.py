@@ -7,8 +7,10 @@ from typing import Literal
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
+from tests.examples.served_example import PATIENCE
+
 from .conftest import corpus
-from .service import CORPUS_SIZE, PATIENCE, Service
+from .service import CORPUS_SIZE, Service
 
 pytestmark = pytest.mark.timeout(140)
 

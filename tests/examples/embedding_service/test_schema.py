@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .service import PATIENCE, Service
+from tests.examples.served_example import PATIENCE
+
+from .service import Service
 
 pytestmark = pytest.mark.timeout(140)
 

@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.examples.served_example import PATIENCE
+
 from .conftest import TEXTS, Reference, end_under_load
-from .service import PATIENCE, Service, asking, embeddings_of
+from .service import Service, asking, embeddings_of
 from .test_load import Client
 
 pytestmark = pytest.mark.timeout(240)

@@ -1,0 +1,57 @@
+"""Errors in OpenAI's form."""
+
+import json
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+
+from .schemas import OpenAIError, Trouble
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": OpenAIError, "description": "Not a valid request"},
+    "5XX": {"model": OpenAIError, "description": "Overloaded, not in service, or not in time"},
+}
+
+
+def refusal(status: int, message: str, *, param: str, code: str | None = None) -> HTTPException:
+    """What an endpoint raises where clients look for a `code`."""
+    return HTTPException(status, {"message": message, "param": param, "code": code})
+
+
+def answer_in_openai_form(app: FastAPI) -> None:
+    """Have the errors that `app` has handlers for answered in OpenAI's form."""
+    for kind, handler in [*app.exception_handlers.items()]:
+        app.add_exception_handler(kind, partial(_answer, handler))
+    app.add_exception_handler(RequestValidationError, _invalid)
+
+
+async def _answer(handler: Any, *args: Any) -> Response:
+    response = await handler(*args)
+    detail = json.loads(bytes(response.body))["detail"]
+    given = detail if isinstance(detail, dict) else {"message": detail}
+    status = response.status_code
+    kept = {name: value for name, value in response.headers.items() if name in _KEPT}
+    return _response(400 if status == 422 else status, given, kept)  # OpenAI has no 422
+
+
+_KEPT = {"retry-after", "allow"}
+
+
+async def _invalid(_: Request, error: Any) -> Response:
+    # Only the first error, as in OpenAI's API, and without the input, which may be long.
+    first = error.errors()[0]
+    # ["body", "prompt", 0, "a text"]; the last one is a tag of the schema, not a name of the body.
+    _, *path = first["loc"]
+    names = [name for name in path if isinstance(name, int) or name.isidentifier()]
+    param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[1:]
+    return _response(400, {"message": first["msg"], "param": param or None})
+
+
+def _response(
+    status: int, given: dict[str, Any], headers: dict[str, str] | None = None
+) -> Response:
+    given["type"] = "invalid_request_error" if status < 500 else "server_error"
+    content = OpenAIError(error=Trouble(**given)).model_dump_json()
+    return Response(content, status, headers, media_type="application/json")
