@@ -278,7 +278,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if self._scheduler.closing:
             raise ServiceClosed("the batcher is closed")
         if self.pool is not None:
-            await self.pool._open(batch_sizes=self._settings.batch_sizes or ())
+            await self.pool._open_for(frozenset(self._settings.batch_sizes or ()))
         with self._opening:  # the first calls may come from several loops, in several threads
             if self._opened:
                 return

@@ -105,7 +105,7 @@ class ContinuousScheduler(Scheduler):
         open_runs = [run, *(one for one in others if not one.full)]
         sharing = max(1, self._runners.in_service - len(others) - 1 + len(open_runs))
         total = len(self._queue) + sum(len(one.running) for one in open_runs)
-        most = min(self._settings.max_batch_size, ceil(total / sharing))
+        most = min(run.runner.limit, ceil(total / sharing))
         return most - len(run.running)
 
     def stepped(
@@ -129,6 +129,7 @@ class ContinuousScheduler(Scheduler):
             self._remove(run, ended)
             run.held = ticked.held
             run.full = bool(refused or ticked.parked)
+            run.runner.limit = ticked.limit
             for one, need in refused:
                 del run.running[one.key]
                 one.request.cost = need or one.request.cost

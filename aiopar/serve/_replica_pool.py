@@ -358,27 +358,24 @@ class ReplicaPool(Generic[Out_co]):
     # Opening and rebuilding.
 
     @ki_protected
-    async def _open(
-        self, caller: CallerState | None = None, batch_sizes: Sequence[int] = ()
-    ) -> None:
-        """Make the replicas ready, or wait until another task has done so.
-
-        From then on, each replica runs the warm-up input in these sizes before it serves.
-        """
+    async def _open(self, caller: CallerState | None = None) -> None:
+        """Make the replicas ready, or wait until another task has done so."""
         self._check_open()
-        if batch_sizes:
-            with self._lock:
-                self._settings.batch_sizes |= frozenset(batch_sizes)
         while not self._replicas:
             if not in_event_loop():
                 raise RuntimeError("open the pool in an event loop first: `async with pool`")
             await self._start_opening(caller or CallerState())
             self._check_open()
-        if batch_sizes:
-            await self._warm_up(caller or CallerState(), frozenset(batch_sizes))
 
-    async def _warm_up(self, caller: CallerState, sizes: Set[int]) -> None:
-        """Run the warm-up input in these sizes on each replica that has not, between its calls."""
+    async def _open_for(self, sizes: Set[int]) -> None:
+        """Open; each replica then runs the warm-up input in these batch sizes before it serves."""
+        with self._lock:
+            new = sizes - self._settings.batch_sizes
+            self._settings.batch_sizes |= sizes
+        await self._open()
+        if not new and all(sizes <= one.warmed_up for one in self._replicas if one.in_service):
+            return
+        caller = CallerState()
         self._forget_closed_loop()
         async with self._installing:
             for replica in self._replicas:

@@ -33,6 +33,7 @@ class Ticked:
         held: What all states hold.
         parked: How many states wait because the batch holds too much.
         preempted: How many states began to wait in this tick.
+        limit: The most states that fit into memory together, as far as is known.
         failure: The first error of `step`, if no state could take its step.
         forgotten: Whether the host does not know the states: it is a new host.
         keeps_parts: Whether the stepper can go on from the parts of a request.
@@ -45,6 +46,7 @@ class Ticked:
     held: float = 0.0
     parked: int = 0
     preempted: int = 0
+    limit: int = 0
     failure: BaseException | None = None
     forgotten: bool = False
     keeps_parts: bool = False
@@ -142,6 +144,7 @@ class StepBatch:
         self._bound(stepper, keys, ticked)
         ticked.held, ticked.parked = self._total, len(self._parked)
         ticked.preempted, self._preempted = self._preempted, 0
+        ticked.limit = self._group.limit
         if self._portable:
             ticked.ended = [(key, _sendable(end)) for key, end in ticked.ended]
             ticked.failure = None if ticked.failure is None else portable_error(ticked.failure)

@@ -57,6 +57,8 @@ class StepRunner(Runner):
         super().__init__(executor, caller, replica, replica_failed)
         self.scheduler = scheduler
         self.worker: Worker | None = None if replica is None else replica.worker
+        self.limit = settings.max_batch_size
+        """The most requests in a batch: fewer after an out-of-memory error."""
         self.module = None if replica is None else replica.module
         """The module of the stepper. When the pool has new weights, another runner follows."""
         portable = not executor._dispatcher.workers[0].shares_memory
@@ -130,12 +132,13 @@ class RunningRequest:
 
     def may_step(self, now: float) -> bool:
         """Whether its state takes part in the next step: its reader has room."""
-        if self.request.has_room(self.sent):
+        if self.stalled is None and not self.request.has_room(self.sent):
+            self.stalled = now  # before the next look: a read kicks, or that look sees the read
+        if self.stalled is not None:
+            if not self.request.has_room(self.sent):
+                return False
             self.stalled = None
-            return True
-        if self.stalled is None:
-            self.stalled = now
-        return False
+        return True
 
     @property
     def joining(self) -> Joining:
@@ -259,23 +262,24 @@ class StepRun:
 
     # On the worker.
 
-    def tick(self, call: "StepCall") -> list[Delivery]:
+    def tick(self, call: "StepCall") -> Sequence[Delivery]:
         """Take one step. Returns what the callers get."""
         try:
             # In a copy of the context, so that only the stepper sees what observers set there.
-            return self.runner.caller.context().run(self._tick, call)
+            self.runner.caller.context().run(self._tick, call)
+            return call.deliveries
         finally:
             del self, call  # an error's traceback holds this frame
 
-    def _tick(self, call: "StepCall") -> list[Delivery]:
+    def _tick(self, call: "StepCall") -> None:
         if self._broken is not None:
             raise self._broken
-        self._kicked = False
+        self._kicked = call.left = False
         left, joined = self.scheduler.change(self, self._gone())
         now = monotonic()
         steps = [one for one in self.running.values() if one.may_step(now)]
         if not (left or joined or steps):
-            return []
+            return
         worker = self.runner.worker = current_worker()
         assert worker is not None  # noqa: S101  # ticks run on workers
         if worker.launches is not None:
@@ -298,14 +302,13 @@ class StepRun:
         finally:
             self.began = 0.0
             del joining, arguments  # an error's traceback holds this frame
-        deliveries = self._handle(ticked, now)
+        call.deliveries = self._handle(ticked, now)
         if watch is not None:
             errors = sum(isinstance(end, BaseException) for _, end in ticked.ended)
             watch.ended(len(ticked.ended) - errors, errors, None)
         if self.running and (left or joined or ticked.size):
             call.goes_on = True
             self._put()
-        return deliveries
 
     def _gone(self) -> list[RunningRequest]:
         """The requests that have left."""
@@ -395,6 +398,8 @@ class StepRun:
             deliveries: What the callers get.
             error: The error of the worker or of the device.
         """
+        if error is not None:
+            deliveries = [(request, None, 0, error) for request, *_ in deliveries]
         deliver_parts(deliveries)
         if error is not None and goes_on:
             self._broken = error
@@ -422,7 +427,9 @@ class StepRun:
             shown = error.__cause__ or WorkerLost("its replica was taken out of service")
         if self.runner.replica is None:
             self.runner.worker = None  # the next batch may run on any worker
-        self._end([PartOutcome(rest, error=shown)], lost, error)
+        late = not (running or self._fresh or self.runner.is_replica_failure(error))
+        # After a late error of its last step the batch has ended; the queue has no part in it.
+        self._end([PartOutcome(rest, error=shown)], lost, None if late else error)
         self.running.clear()  # the requests refer to this batch
 
     def _end(
@@ -440,23 +447,25 @@ class StepCall(Call[Any]):
     internal = True
     goes_on = False
     """Whether the next tick is queued."""
+    deliveries: Sequence[Delivery] = ()
+    """What the callers get when the step is complete on the device."""
 
     def __init__(self, run: StepRun) -> None:
         super().__init__(run.tick, (self,), run.runner.caller)
         self._run: StepRun | None = run
 
     def finish(self) -> None:
-        result, self.result = self.result, None
-        error, self.error = self.error, None
-        self._ended(result or [], error)
+        error, self.error, self.result = self.error, None, None
+        self._ended(error)
 
     def cancel(self) -> None:
         if self.claim():
             self.drop()
-            self._ended([], ExecutorShutdown("the executor was shut down"))
+            self._ended(ExecutorShutdown("the executor was shut down"))
 
-    def _ended(self, deliveries: list[Delivery], error: BaseException | None) -> None:
+    def _ended(self, error: BaseException | None) -> None:
         run, self._run = self._run, None  # the batch refers to its call
+        deliveries, self.deliveries = self.deliveries, ()
         if run is not None:
             run.ended(self.goes_on, deliveries, error)
 

@@ -2,17 +2,20 @@
 
 from typing import Any
 
+import anyio
 import pytest
 import torch
 from torch import Tensor, nn
 
+import aiopar
 from aiopar import use_executor
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ReplicaPool
+from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Bad, busy, coroutine, open_batcher, outcomes_of
-from .replicas import X
+from .batches import LONG, Bad, busy, coroutine, open_batcher, outcomes_of, until
+from .replicas import CPUS, Scale, X
 from .streams import Counting, counted, reading
 
 pytestmark = pytest.mark.asyncio
@@ -132,3 +135,21 @@ async def test_replicas_run_the_warmup_in_every_size(workers: Workers, opened: b
             assert not seen, "these sizes are warm"
         await pool.swap(Doubled(seen))
         assert seen == every * 2
+
+
+async def test_a_replica_that_goes_with_its_batch_does_not_hold_up_other_batches() -> None:
+    gate = Gate()
+    module = Scale(2.0, lambda x: x.any() and gate())
+    async with aiopar.ProcessExecutor(CPUS) as executor:
+        pool = ReplicaPool(module, executor=executor, warmup=torch.zeros(1))
+        async with Batcher(pool, batch_sizes=[1, 2]) as batcher, anyio.create_task_group() as tasks:
+            with gate, Gate() as first:
+                executor.on(worker=0).submit(AtHome(first))
+                await first.entered()
+                tasks.start_soon(batcher, torch.tensor(1.0))
+                await gate.entered()  # on the second replica
+                first.open()
+                tasks.start_soon(executor.resize, 1)
+                await until(lambda: len(pool.stats().replicas) == 1)
+                assert (await batcher(torch.tensor(0.0)))[0] == 0
+                gate.open()
