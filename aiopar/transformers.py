@@ -20,9 +20,9 @@ except ModuleNotFoundError as error:
         "aiopar.transformers needs transformers: pip install 'aiopar[transformers]'"
     ) from error
 
-from ._base.arguments import check_int, check_number
+from ._base.arguments import as_int, check_instance, check_int, check_number
 from .errors import InvalidInput
-from .serve._stepper import Done
+from .serve import Done, Stepper
 
 __all__ = ["CausalLM", "Completion", "Prompt", "Token"]
 
@@ -66,8 +66,10 @@ class Prompt:
             object.__setattr__(self, "prompt", ids)  # the dataclass is frozen
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        if not all(isinstance(text, str) and text for text in stop):
-            raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
+        for text in stop:
+            check_instance("stop", text, str)
+            if not text:
+                raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
         check_int("max_tokens", self.max_tokens, at_least=1)
         check_int("top_k", self.top_k, at_least=0)
         if check_number("temperature", self.temperature, zero=True) == math.inf:
@@ -76,6 +78,8 @@ class Prompt:
             raise ValueError(f"top_p must be at most 1, got {self.top_p}")
         if self.logprobs is not None:
             check_int("logprobs", self.logprobs, at_least=0)
+        if self.seed is not None:
+            as_int("seed", self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +119,7 @@ class Completion:
     prompt_tokens: int
 
 
-class CausalLM:
+class CausalLM(Stepper[Prompt, Any, Token, Completion]):
     """A causal language model of transformers as a `Stepper`.
 
     Each step generates one token of each request, and computes at most `prefill_tokens` tokens of
@@ -195,7 +199,7 @@ class CausalLM:
         if not ids:
             raise InvalidInput("the prompt has no tokens")
         if not 0 <= min(ids) <= max(ids) < self._config.vocab_size:
-            raise InvalidInput(f"token ids must be below {self._config.vocab_size}")
+            raise InvalidInput(f"token ids must be from 0 to {self._config.vocab_size - 1}")
         if self._context and len(ids) + item.max_tokens > self._context:
             raise InvalidInput(
                 f"{len(ids)} tokens of prompt and {item.max_tokens} of max_tokens are more than "

@@ -1,0 +1,437 @@
+"""`CausalLM`: batches of language models, against what transformers generates for each prompt."""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+import aiopar
+from aiopar import ContinuousBatcher, Done, InvalidInput
+from aiopar.transformers import CausalLM, Completion, Prompt, Token
+from examples.chat_service.weights import smollm2
+
+from .language_models import (
+    END,
+    FAMILIES,
+    VOCABULARY,
+    byte_tokenizer,
+    generate,
+    ids,
+    prompts,
+    serve,
+    speaker,
+    tiny,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny operators do not wait for threads that a busy machine does not run."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_are_those_of_generate(family: str) -> None:
+    model = tiny(family)
+    wanted = prompts(8, seed=0)
+    completions = serve(CausalLM(model, prefill_tokens=16), wanted)
+    assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
+    assert [done.finish_reason for done in completions] == [
+        "stop" if done.tokens[-1].id == END else "length" for done in completions
+    ]
+
+
+@pytest.mark.parametrize(("seed", "prefill_tokens", "count"), [(1, 1, 8), (2, 24, 30)])
+def test_joins_leaves_and_preemptions_in_other_orders(
+    seed: int, prefill_tokens: int, count: int
+) -> None:
+    model = tiny()
+    wanted = prompts(count, seed)
+    held: list[float] = []
+    stepper = CausalLM(model, prefill_tokens=prefill_tokens)
+    completions = serve(
+        stepper, wanted, seed, lambda running: held.extend(map(stepper.held, running.values()))
+    )
+    assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
+    assert 1 < max(held) <= 60
+
+
+def test_attention_may_be_eager() -> None:
+    model = tiny(attn_implementation="eager")
+    wanted = prompts(8, seed=1)
+    completions = serve(CausalLM(model), wanted)
+    assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
+
+
+def test_a_long_prompt_holds_up_nobody() -> None:
+    model = tiny()
+    shapes = []
+    model.model.embed_tokens.register_forward_pre_hook(
+        lambda _, inputs: shapes.append(tuple(inputs[0].shape))
+    )
+    stepper = CausalLM(model, prefill_tokens=16)
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    running = stepper.start(Prompt([3], **options))
+    [first] = stepper.step([running])
+    assert isinstance(first, Token)
+    long = [stepper.start(Prompt([7] * n, **options)) for n in (64, 30, 5, 5)]
+    parts = [stepper.step([running, *long]) for _ in range(8)]
+    assert all(isinstance(part[0], Token) for part in parts)
+    firsts = [[part[i] is not None for part in parts].index(True) for i in range(1, 5)]
+    assert firsts == [3, 5, 6, 6]  # 16 tokens a step, the oldest first, together if they fit
+    assert all(rows * width <= 16 for rows, width in shapes if width > 1)
+
+
+def test_a_failed_step_can_be_repeated_with_halves() -> None:
+    model = tiny()
+    wanted = prompts(6, seed=2)
+    stepper = CausalLM(model)
+    failing = True
+
+    def fail(*_: object) -> None:
+        if failing:
+            raise torch.OutOfMemoryError("planted")
+
+    # In the second layer: the first one has written its keys and values.
+    model.model.layers[1].register_forward_pre_hook(fail)
+    states = [stepper.start(each) for each in wanted[:3]]
+    done: dict[int, Completion] = {}
+
+    def step(chosen: list[int]) -> None:
+        for i, part in zip(chosen, stepper.step([states[i] for i in chosen]), strict=True):
+            if isinstance(part, Done):
+                done[i] = part.result
+                stepper.stop(states[i])
+
+    for attempt in range(100):
+        if attempt < 3:  # three join late, and none of them finds grown buffers
+            states.append(stepper.start(wanted[3 + attempt]))
+        running = [i for i in range(len(states)) if i not in done]
+        if not running:
+            break
+        failing = True
+        with pytest.raises(torch.OutOfMemoryError, match="planted"):
+            stepper.step([states[i] for i in running])
+        failing = False
+        half = len(running) // 2
+        step(running[half:])
+        if running[:half]:
+            step(running[:half])
+    failing = False
+    assert [ids(done[i].tokens) for i in range(6)] == [generate(model, each) for each in wanted]
+
+
+def test_nan_fails_its_own_request_and_reaches_no_other() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[5] = math.nan
+    stepper = CausalLM(model)
+    healthy = [Prompt([9] * n, max_tokens=12) for n in (4, 9, 3)]
+    expected = [generate(model, each) for each in healthy]
+    mate = stepper.start(healthy[0])
+    bad = [stepper.start(Prompt(tokens, max_tokens=9)) for tokens in ([9, 9, 5, 9, 9], [5] * 20)]
+    tokens, *failures = stepper.step([mate, *bad])
+    assert isinstance(tokens, Token)
+    assert all(isinstance(failure, FloatingPointError) for failure in failures)
+    for state in bad:
+        stepper.stop(state)
+    states = [mate, *map(stepper.start, healthy[1:])]  # in the slots of the bad ones
+    results: dict[int, list[int]] = {}
+    while len(results) < 3:
+        running = [i for i in range(3) if i not in results]
+        for i, part in zip(running, stepper.step([states[i] for i in running]), strict=True):
+            if isinstance(part, Done):
+                results[i] = ids(part.result.tokens)
+    assert [results[i] for i in range(3)] == expected
+
+
+def test_drawn_tokens_depend_on_the_seed_only() -> None:
+    model = tiny()
+    drawn: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
+    wanted = [Prompt([3] * (1 + 5 * i), max_tokens=12, seed=i % 2, **drawn) for i in range(8)]
+    alone = [serve(CausalLM(model), [each])[0] for each in wanted]
+    together = serve(CausalLM(model, prefill_tokens=16), wanted)
+    assert [ids(done.tokens) for done in together] == [ids(done.tokens) for done in alone]
+    other = serve(CausalLM(model), [Prompt([3], max_tokens=12, seed=2, **drawn)])
+    assert ids(other[0].tokens) != ids(alone[0].tokens)
+    unseeded = [Prompt([3], max_tokens=12, **drawn)] * 4
+    assert len({tuple(ids(done.tokens)) for done in serve(CausalLM(model), unseeded)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "warpers"),
+    [
+        ({"temperature": 2.0}, []),
+        ({"temperature": 3.0, "top_k": 4}, [TopKLogitsWarper(4)]),
+        ({"temperature": 3.0, "top_p": 0.6}, [TopPLogitsWarper(0.6)]),
+        (
+            {"temperature": 4.0, "top_k": 9, "top_p": 0.8},
+            [TopKLogitsWarper(9), TopPLogitsWarper(0.8)],
+        ),
+        ({"temperature": 1.0, "top_p": 1e-6}, [TopKLogitsWarper(1)]),
+        ({"temperature": 1.0, "top_k": 500}, []),
+    ],
+    ids=["temperature", "top_k", "top_p", "both", "tiny top_p", "large top_k"],
+)
+def test_tokens_are_drawn_from_the_distribution_of_transformers(
+    options: dict[str, Any], warpers: list[Any]
+) -> None:
+    model = tiny()
+    count = 2000
+    stepper = CausalLM(model, prefill_tokens=2 * count)
+    states = [
+        stepper.start(Prompt([8, 9], max_tokens=2, seed=seed, **options)) for seed in range(count)
+    ]
+    drawn = Counter(part.id for part in stepper.step(states) if isinstance(part, Token))
+    drawn[END] += count - drawn.total()
+    with torch.inference_mode():
+        scores = model(torch.tensor([[8, 9]])).logits[0, -1:] / options["temperature"]
+    expected = LogitsProcessorList(warpers)(None, scores).softmax(-1)[0]
+    for token, chance in enumerate(expected.tolist()):
+        spread = math.sqrt(count * chance * (1 - chance))
+        assert abs(drawn[token] - count * chance) <= 4.5 * spread
+
+
+def test_log_probabilities() -> None:
+    model = tiny()
+    [done] = serve(CausalLM(model), [Prompt([3, 4], max_tokens=5, logprobs=3, ignore_eos=True)])
+    whole = torch.tensor([[3, 4, *ids(done.tokens)]])
+    with torch.inference_mode():
+        expected = model(whole).logits[0, 1:-1].log_softmax(-1)
+    for token, logprobs in zip(done.tokens, expected, strict=True):
+        values, tokens = logprobs.topk(3)
+        assert token.logprob == pytest.approx(float(logprobs[token.id]), abs=1e-4)
+        assert token.top_logprobs is not None
+        assert [each for each, _ in token.top_logprobs] == tokens.tolist()
+        assert [value for _, value in token.top_logprobs] == pytest.approx(
+            values.tolist(), abs=1e-4
+        )
+    [plain] = serve(CausalLM(model), [Prompt([3, 4], max_tokens=1)])
+    assert plain.tokens[0].logprob is None
+    [one] = serve(CausalLM(model), [Prompt([3, 4], max_tokens=1, logprobs=0)])
+    assert one.tokens[0].logprob == pytest.approx(done.tokens[0].logprob, abs=1e-4)
+    assert one.tokens[0].top_logprobs == ()
+
+
+# Text
+
+TOKENIZER = byte_tokenizer()
+
+
+def say(text: str, end: bool = True, **options: Any) -> Completion:
+    """What is made of a model that says `text` after ">"."""
+    script = TOKENIZER(">" + text).input_ids + [1] * end
+    stepper = CausalLM(speaker(script, len(TOKENIZER)), TOKENIZER)
+    options = {"max_tokens": len(script) - 1} | options
+    return serve(stepper, [Prompt(">", **options)])[0]
+
+
+def test_characters_of_several_tokens_come_whole() -> None:
+    done = say("naïve 日本 🦊!")
+    assert done.text == "naïve 日本 🦊!"
+    assert [token.text for token in done.tokens if token.text] == list("naïve 日本 🦊!")
+    assert (done.finish_reason, done.prompt_tokens) == ("stop", 1)
+    assert done.tokens[-1] == Token(1, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "expected", "reason"),
+    [
+        ("one STOP two", "STOP", "one ", "stop"),
+        ("one STOP two", ["two", "TOP"], "one S", "stop"),
+        ("one STAY", ["STOP"], "one STAY", "stop"),  # by the end-of-sequence token
+        ("STOP", ["STOP"], "", "stop"),
+        ("aab", ["ab"], "a", "stop"),
+        ("日本", ["本"], "日", "stop"),
+    ],
+)
+def test_stop_strings(text: str, stop: Any, expected: str, reason: str) -> None:
+    done = say(text, stop=stop)
+    assert (done.text, done.finish_reason) == (expected, reason)
+    assert "".join(token.text for token in done.tokens) == expected
+
+
+def test_what_a_stop_string_held_back_comes_at_the_end() -> None:
+    done = say("one STAY", stop=["STOP"], max_tokens=6)
+    assert (done.text, done.finish_reason) == ("one ST", "length")
+    assert [token.text for token in done.tokens] == [*"one ", "", "ST"]
+
+
+def test_text_may_go_on_after_the_end_token() -> None:
+    script = [*TOKENIZER(">a").input_ids, 1, *TOKENIZER("b").input_ids]
+    stepper = CausalLM(speaker(script, len(TOKENIZER)), TOKENIZER)
+    [done] = serve(stepper, [Prompt(">", max_tokens=3, ignore_eos=True)])
+    assert (done.text, done.finish_reason, len(done.tokens)) == ("ab", "length", 3)
+
+
+# With `ContinuousBatcher`
+
+
+@pytest.mark.anyio
+async def test_streams_of_a_batcher() -> None:
+    model = tiny()
+    wanted = prompts(20, seed=4)
+    streamed: dict[int, list[Token]] = {}
+
+    async with ContinuousBatcher(CausalLM(model), max_batch_size=4) as batcher:
+
+        async def read(i: int) -> None:
+            streamed[i] = [token async for token in batcher.stream(wanted[i])]
+
+        async with anyio.create_task_group() as group:
+            for i in range(len(wanted)):
+                group.start_soon(read, i)
+    assert [ids(streamed[i]) for i in range(20)] == [generate(model, each) for each in wanted]
+
+
+@pytest.mark.asyncio
+async def test_replicas_preempted_by_their_memory() -> None:
+    model = tiny()
+    wanted = prompts(20, seed=5)
+    async with (
+        aiopar.ReplicaPool(model, ["cpu", "cpu"]) as pool,
+        ContinuousBatcher(pool, stepper=CausalLM, max_batch_cost=80) as batcher,
+    ):
+        completions = await asyncio.gather(*map(batcher, wanted))
+        assert batcher.stats().preempted
+    assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio
+async def test_real_weights() -> None:
+    folder = smollm2()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    questions = ["What is the capital of France?", "Name a fruit.", "Say it in Japanese: hello."]
+    wanted = [
+        Prompt(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                add_generation_prompt=True,
+                return_dict=False,
+            ),
+            max_tokens=12,
+        )
+        for question in questions * 2
+    ]
+    async with ContinuousBatcher(CausalLM(model, tokenizer), max_batch_size=4) as batcher:
+        completions = await asyncio.gather(*map(batcher, wanted))
+    assert completions[0].text == "The capital of France is Paris."
+    assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
+
+
+# What is refused
+
+
+def _tiny_of(name: str, **options: Any) -> Any:
+    """A tiny model of a family that `CausalLM` refuses."""
+    known = {"vocab_size": 97, "hidden_size": 32, "d_model": 32, "num_layers": 1, "num_heads": 2}
+    known |= {"n_layer": 1, "n_head": 2, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = getattr(transformers, f"{name}Config")(**known | options)
+    suffix = "ForConditionalGeneration" if name == "T5" else "ForCausalLM"
+    return getattr(transformers, name + suffix)(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: _tiny_of("Bloom"), ValueError, "BloomForCausalLM: .* position"),
+        (lambda: tiny("Falcon", alibi=True), ValueError, "FalconForCausalLM: .*ALiBi"),
+        (lambda: _tiny_of("Mamba"), ValueError, "MambaForCausalLM: .* state"),
+        (lambda: _tiny_of("RecurrentGemma"), ValueError, "RecurrentGemmaForCausalLM: .* state"),
+        (
+            lambda: _tiny_of("Lfm2", layer_types=["conv"], num_key_value_heads=2),
+            ValueError,
+            "Lfm2ForCausalLM: .* state",
+        ),
+        (lambda: _tiny_of("T5", d_kv=8, d_ff=8), ValueError, "T5.* encoder"),
+        (
+            lambda: _tiny_of("GPTNeo", attention_types=[[["local"], 1]]),
+            ValueError,
+            "GPTNeoForCausalLM: .* attention",
+        ),
+        (
+            lambda: tiny(attn_implementation="flex_attention"),
+            ValueError,
+            "attn_implementation='sdpa', not 'flex_attention'",
+        ),
+        (lambda: tiny().train(), ValueError, r"training mode: call model.eval\(\)"),
+        (lambda: tiny().model, TypeError, "causal language model of transformers, not LlamaModel"),
+        (lambda: torch.nn.Linear(1, 1), TypeError, "not Linear"),
+    ],
+    ids=lambda value: None if callable(value) else str(value),
+)
+def test_models_that_cannot_run_are_refused(make: Any, error: type[Exception], words: str) -> None:
+    model = make()
+    with pytest.raises(error, match=words):
+        CausalLM(model)
+
+
+def test_bad_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefill_tokens must be at least 1"):
+        CausalLM(tiny(), prefill_tokens=0)
+    with pytest.raises(TypeError, match=r"tokenizer must have a Rust backend .*, not str"):
+        CausalLM(tiny(), "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"prompt": 3}, TypeError, "int"),
+        ({"prompt": [1.5]}, TypeError, "float"),
+        ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
+        ({"temperature": -1}, ValueError, "temperature must be at least 0"),
+        ({"temperature": math.inf}, ValueError, "temperature must be finite"),
+        ({"top_k": -1}, ValueError, "top_k must be at least 0"),
+        ({"top_p": 0}, ValueError, "top_p must be above 0"),
+        ({"top_p": 1.1}, ValueError, "top_p must be at most 1"),
+        ({"stop": ["a", ""]}, ValueError, "stop must be strings that are not empty"),
+        ({"stop": [3]}, TypeError, "stop must be"),
+        ({"seed": "x"}, TypeError, "seed must be an int"),
+        ({"logprobs": True}, TypeError, "logprobs must be an int, not bool"),
+    ],
+)
+def test_bad_prompts_are_refused(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        Prompt(**{"prompt": [3]} | options)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        (Prompt([]), "the prompt has no tokens"),
+        (Prompt([3, VOCABULARY]), "token ids must be from 0 to 96"),
+        (Prompt([-1]), "token ids must be from 0 to 96"),
+        (Prompt([3] * 100, max_tokens=29), "100 tokens of prompt and 29 .* 128 tokens"),
+        (Prompt("text"), "need a tokenizer"),
+        (Prompt([3], stop="."), "need a tokenizer"),
+    ],
+    ids=["empty", "above", "below", "long", "text", "stop"],
+)
+def test_prompts_that_the_model_cannot_take_are_refused(prompt: Prompt, words: str) -> None:
+    stepper = CausalLM(tiny())
+    with pytest.raises(InvalidInput, match=words):
+        stepper.start(prompt)
+
+
+def test_an_item_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"needs aiopar.transformers.Prompt, not str"):
+        CausalLM(tiny()).start("text")  # type: ignore[arg-type]  # on purpose
+
+
+def test_positions_that_change_with_the_longest_row_bound_the_context() -> None:
+    with pytest.raises(InvalidInput, match="the 64 tokens of the model's context"):
+        CausalLM(tiny("Phi3")).start(Prompt([3] * 60, max_tokens=5))
