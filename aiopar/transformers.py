@@ -119,7 +119,7 @@ class Completion:
     prompt_tokens: int
 
 
-class CausalLM(Stepper[Prompt, Any, Token, Completion]):
+class CausalLM(Stepper[Prompt, Any, Token]):
     """A causal language model of transformers as a `Stepper`.
 
     Each step generates one token of each request, and computes at most `prefill_tokens` tokens of

@@ -189,9 +189,8 @@ def byte_tokenizer() -> Any:
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token="<s>", eos_token="</s>"
-    )
+    fast: Any = transformers.PreTrainedTokenizerFast
+    return fast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
 
 
 def speaker(script: Sequence[int], vocabulary: int) -> Any:
@@ -207,7 +206,8 @@ def speaker(script: Sequence[int], vocabulary: int) -> Any:
         bos_token_id=0,
         eos_token_id=1,
     )
-    model = transformers.GPT2LMHeadModel(config).eval()
+    model: Any = transformers.GPT2LMHeadModel(config)
+    model.eval()
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
