@@ -198,7 +198,10 @@ async function watch() {
 const chats = QUESTIONS.map((question, index) => new Chat(question, index + 1));
 byId("all").addEventListener("submit", (event) => {
   event.preventDefault();
-  for (const chat of chats) chat.ask();
+  for (const [index, chat] of chats.entries()) {
+    chat.field.value ||= QUESTIONS[index];
+    chat.ask();
+  }
 });
 watch();
 
