@@ -249,7 +249,8 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert done.text == "naïve 日本 🦊!"
     assert [token.text for token in done.tokens if token.text] == list("naïve 日本 🦊!")
     assert (done.finish_reason, done.prompt_tokens) == ("stop", 1)
-    assert done.tokens[-1] == Token(1, "")
+    assert done.tokens[-1] == Token(1, "", finish_reason="stop")
+    assert {token.finish_reason for token in done.tokens[:-1]} == {None}
 
 
 @pytest.mark.parametrize(
