@@ -106,7 +106,7 @@ class StepBatch:
     def tick(
         self,
         module: Any,
-        fresh: bool,
+        known: int,
         left: Iterable[int],
         joining: Sequence[Joining],
         keys: list[int],
@@ -115,7 +115,7 @@ class StepBatch:
 
         Args:
             module: The module of the replica, for the first tick; None without a pool.
-            fresh: Whether this is the first tick of a new batch.
+            known: How many states the batch has had so far; 0: it is a new batch.
             left: The keys of requests that have left.
             joining: The newcomers.
             keys: The keys of the requests whose readers have room, newcomers too; the oldest first.
@@ -125,9 +125,9 @@ class StepBatch:
         if stepper is None:
             stepper = self._stepper = self._begin(module)
         ticked.keeps_parts = hasattr(stepper, "resume")
-        if fresh:
+        if not known:
             left = [*self._states]
-        elif not self._knows(keys, joining):
+        elif known != len(self._states):
             ticked.forgotten = True
             return ticked
         for key in left:
@@ -161,39 +161,44 @@ class StepBatch:
             )
         return stepper
 
-    def _knows(self, keys: list[int], joining: Sequence[Joining]) -> bool:
-        new = {key for key, _, _ in joining}
-        return all(key in self._states or key in new for key in keys)
-
     @property
     def _total(self) -> float:
         """What the states hold together."""
         return sum(held for key, held in self._held.items() if key not in self._parked)
 
+    def _has_room(self, need: float) -> bool:
+        """Whether a state that needs so much may come to the others."""
+        total = self._total
+        return not total or total + need <= self._max_cost * (1 - FREE_SHARE)
+
     # Coming and going.
 
     def _start(self, stepper: AnyStepper, joining: Sequence[Joining], ticked: Ticked) -> None:
-        total = self._total
         for index, (key, item, parts) in enumerate(joining):
             try:
                 state = stepper.start(item) if parts is None else stepper.resume(item, parts)  # type: ignore[attr-defined]  # optional
-                need = self._measure(stepper, state)
-                if need > self._max_cost:
-                    _stop(stepper, state)
-                    most = f"{self._max_cost:g}"
-                    raise InvalidInput(
-                        f"the item needs {need:g}, and a batch may hold at most {most}"
-                    )
+                need = self._checked_need(stepper, state)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # the caller gets every error
                 ticked.ended.append((key, own_traceback(error)))
                 continue
-            if total and total + need > self._max_cost * (1 - FREE_SHARE):
+            if not self._has_room(need):
                 _stop(stepper, state)
                 ticked.refused = [(key, need), *((key, 0.0) for key, _, _ in joining[index + 1 :])]
                 return
-            total += need
             self._states[key] = state
             self._held[key] = need
+
+    def _checked_need(self, stepper: AnyStepper, state: Any) -> float:
+        """What a started state holds; if it cannot run, stop it and raise."""
+        try:
+            need = self._measure(stepper, state)
+            if need > self._max_cost:
+                most = f"{self._max_cost:g}"
+                raise InvalidInput(f"the item needs {need:g}, and a batch may hold at most {most}")
+        except BaseException:
+            _stop(stepper, state)
+            raise
+        return need
 
     def _measure(self, stepper: AnyStepper, state: Any) -> float:
         return 0.0 if self._max_cost == inf else float(stepper.held(state))  # type: ignore[attr-defined]  # `_begin` has checked
@@ -221,23 +226,21 @@ class StepBatch:
         if not self._parked:
             return keys
         fitting = [key for key in keys if key not in self._parked]
-        total, wanted = self._total, set(keys)
+        wanted = set(keys)
         for key in keys:
             if key not in self._parked:
                 continue
+            if len(fitting) >= self._group.limit:
+                break
             need = self._held[key]
             # A reader that does not read loses the memory of its state before another one waits.
             for idle in reversed([one for one in self._states if one not in wanted]):
-                if total + need > self._max_cost and idle not in self._parked:
-                    total -= self._held[idle]
+                if idle not in self._parked and not self._has_room(need):
                     self._park(stepper, idle)
-            if len(fitting) >= self._group.limit:
-                break
-            if total and total + need > self._max_cost * (1 - FREE_SHARE):
+            if not self._has_room(need):
                 break
             self._parked.remove(key)
             fitting.append(key)
-            total += need
         return sorted(fitting)
 
     def _step(
@@ -257,15 +260,19 @@ class StepBatch:
             ticked.add(keys, results)
             return
         half = len(keys) // 2
-        if not half or not getattr(stepper, "resumable", False):
+        full = isinstance(error, torch.OutOfMemoryError)
+        if full and half:
+            self._group.out_of_memory(len(keys))
+        # After a wrong number of results the states have taken the step.
+        repeats = getattr(stepper, "resumable", False) and not isinstance(error, OutputMismatch)
+        if not half or not repeats:
             if first is not None and error is not first and error.__cause__ is None:
                 error.__cause__ = first
             ticked.ended += [(key, error) for key in keys]
             return
         drop_frames(error)  # frames keep tensors alive
         older, newer = keys[:half], keys[half:]
-        if isinstance(error, torch.OutOfMemoryError):
-            self._group.out_of_memory(len(keys))
+        if full:
             for key in newer:
                 self._park(stepper, key)
             self._step(stepper, older, ticked, error)
@@ -275,8 +282,9 @@ class StepBatch:
 
     def _results(self, stepper: AnyStepper, keys: list[int]) -> Sequence[Any]:
         results = stepper.step([self._states[key] for key in keys])
-        if len(results) != len(keys):
-            raise OutputMismatch(f"step returned {len(results)} results for {len(keys)} states")
+        count = len(results) if hasattr(results, "__len__") else type(results).__name__
+        if count != len(keys):
+            raise OutputMismatch(f"step returned {count} results for {len(keys)} states")
         return results
 
     def _bound(self, stepper: AnyStepper, keys: list[int], ticked: Ticked) -> None:

@@ -275,6 +275,7 @@ class StepRun:
         if self._broken is not None:
             raise self._broken
         self._kicked = call.left = False
+        known = len(self.running)
         left, joined = self.scheduler.change(self, self._gone())
         now = monotonic()
         steps = [one for one in self.running.values() if one.may_step(now)]
@@ -289,7 +290,7 @@ class StepRun:
         joining: list[Joining] = [
             (one.key, one.request.item, one.produced or None) for one in joined
         ]
-        arguments = self._fresh, left, joining, [one.key for one in steps]
+        arguments = known, left, joining, [one.key for one in steps]
         self._fresh = False
         watch = self._watch(steps, joined, worker, now)
         self.began = now
@@ -306,7 +307,7 @@ class StepRun:
         if watch is not None:
             errors = sum(isinstance(end, BaseException) for _, end in ticked.ended)
             watch.ended(len(ticked.ended) - errors, errors, None)
-        if self.running and (left or joined or ticked.size):
+        if self.running and (left or joined or ticked.size or ticked.ended):
             call.goes_on = True
             self._put()
 
