@@ -19,6 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from .data._stream import progress_bar
+from .serve._base_batcher import BaseBatcher
 from .serve._batcher import Batcher
 from .serve._settings import BatcherSettings
 from .serve._stats import percentiles
@@ -300,7 +301,7 @@ def _load(reference: tuple[str, str]) -> Any:
 
 def _load_batcher(reference: tuple[str, str]) -> Batcher[Any, Any]:
     batcher = _load(reference)
-    if not isinstance(batcher, Batcher) and callable(batcher):
+    if not isinstance(batcher, BaseBatcher) and callable(batcher):
         batcher = batcher()
     if not isinstance(batcher, Batcher):
         name = ":".join(reference)

@@ -18,7 +18,8 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..executor._worker import Worker
-from ..serve import Batcher, ReplicaPool
+from ..serve import ReplicaPool
+from ..serve._base_batcher import BaseBatcher
 from ..serve._prometheus import worker_pools
 from ._service import Service
 
@@ -93,7 +94,7 @@ def _is_ending(service: Service) -> bool:
 
 def _statistics(service: Service, loop_delay: float | None) -> dict[str, Any]:
     resources = service.resources
-    batchers = [one for one in resources if isinstance(one, Batcher)]
+    batchers = [one for one in resources if isinstance(one, BaseBatcher)]
     pools = [one for one in resources if isinstance(one, ReplicaPool)]
     pools += [one.pool for one in batchers if one.pool is not None]
     return {
@@ -111,7 +112,7 @@ def _statistics(service: Service, loop_delay: float | None) -> dict[str, Any]:
     }
 
 
-def _batcher(batcher: Batcher[Any, Any]) -> dict[str, Any]:
+def _batcher(batcher: BaseBatcher[Any, Any]) -> dict[str, Any]:
     settings = batcher._settings
     bounds = {"max_batch_size": settings.max_batch_size, "max_pending": settings.max_pending}
     return {"name": batcher.name, **bounds, **asdict(batcher.stats())}

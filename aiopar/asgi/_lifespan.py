@@ -18,7 +18,8 @@ from .._base.thread_state import CallerState
 from .._base.tracebacks import logger
 from ..executor._loop_tasks import Tasks
 from ..futures._wakeup import Awaiter, awaiter_here
-from ..serve import Batcher, ReplicaPool
+from ..serve import ReplicaPool
+from ..serve._base_batcher import BaseBatcher
 from ._service import GRACE, OpenResources, Resource, Service, service_of
 
 _freezing: deque[None] = deque()  # one element for each application that keeps objects frozen
@@ -161,7 +162,7 @@ def lifespan(
     """Make the lifespan of an application: open resources before it serves, drain them after.
 
     Pass the result to `FastAPI(lifespan=...)` or `Starlette(lifespan=...)`. Resources are opened in
-    the order given, and closed in reverse; opening a `ReplicaPool` warms it up. A `Batcher` is
+    the order given, and closed in reverse; opening a `ReplicaPool` warms it up. A batcher is
     always closed before its pool, and a pool before its executor. If a resource fails to open, the
     resources before it are closed, and the startup fails with the error. If `app_lifespan` or a
     resource fails during the shutdown, the other resources are still drained.
@@ -187,7 +188,7 @@ def lifespan(
     the main thread.
 
     Args:
-        resources: `Batcher`, `ReplicaPool`, an executor, or other `Resource` objects. An
+        resources: Batchers, `ReplicaPool`, an executor, or other `Resource` objects. An
             application with an executor can start only once: the executor cannot be opened again.
         app_lifespan: The application's own lifespan. It runs while the resources are open, and may
             use them. The state that it yields is passed on.
@@ -364,7 +365,7 @@ def _in_order(resources: tuple[Resource, ...]) -> list[Resource]:
     given = {id(resource): resource for resource in resources}
     found: dict[int, Resource] = {}
     for resource in resources:
-        pool = resource.pool if isinstance(resource, Batcher) else resource
+        pool = resource.pool if isinstance(resource, BaseBatcher) else resource
         executor = pool._executor if isinstance(pool, ReplicaPool) else None
         for key in map(id, (executor, pool, resource)):
             if key in given:

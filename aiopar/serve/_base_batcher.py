@@ -37,6 +37,7 @@ from ._request import Request
 from ._runner import Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition
+from ._stats import BatcherStats, ContinuousStats
 from ._streaming import OutputStream, StreamRequest
 
 _CLOSED = "the batcher was closed before there was a result"
@@ -230,6 +231,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
+        self._scheduler.count_outcome(request, error)
         at_end, request.at_end = request.at_end, ()
         for end in at_end:
             end(error)
@@ -290,6 +292,15 @@ class BaseBatcher(Generic[In_contra, Out_co]):
     def ready(self) -> bool:
         """Whether the batcher takes items: it is open, not closing, and a replica is in service."""
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
+
+    def stats(self) -> BatcherStats | ContinuousStats:
+        """Return the statistics of this moment."""
+        raise NotImplementedError
+
+    @property
+    def _seconds_busy(self) -> float:
+        """The shortest time that a replica or worker has run its call."""
+        raise NotImplementedError
 
     @property
     def _executors(self) -> list[DeviceExecutor]:

@@ -41,7 +41,7 @@ class ItemInfo(Protocol):
 class BatchInfo:
     """One batch, for observers: a hashable object, the same in each event of the batch.
 
-    The last three attributes are set when the batch has ended.
+    The attributes from `seconds` on are set when the batch has ended.
 
     Attributes:
         items: The items of the batch. Of a `ContinuousBatcher`: the items that take one step.
@@ -51,10 +51,14 @@ class BatchInfo:
         replica: The index of the pool's replica that runs the batch; None without a pool.
         began: When the batch was taken from the queue, by `time.monotonic`. An item has waited for
             `began - item.arrived`.
-        seconds: How long the batch took; on an accelerator, until its kernels were done.
-        outputs: How many items got an output.
+        seconds: How long the batch took; on an accelerator, until its kernels were done. Of a
+            `ContinuousBatcher`: how long the step took.
+        outputs: How many items got an output; in a step, their result.
         errors: How many items got an error. The callers of the other items have gone, or these
-            items are back in the queue.
+            items are back in the queue, or go on.
+        first_parts: The items that got their first part in this step; empty for a `Batcher`.
+        between_parts: The seconds since the previous part, of each other item that got a part in
+            this step; empty for a `Batcher`.
     """
 
     items: Sequence[ItemInfo]
@@ -65,6 +69,8 @@ class BatchInfo:
     seconds: float = 0.0
     outputs: int = 0
     errors: int = 0
+    first_parts: Sequence[ItemInfo] = ()
+    between_parts: Sequence[float] = ()
 
 
 class BatchObserver:
@@ -155,10 +161,18 @@ class BatchWatch:
             raise
         self._observers.tell_last_first("computed", self._info, None)
 
-    def ended(self, outputs: int, errors: int, error: BaseException | None) -> None:
+    def ended(
+        self,
+        outputs: int,
+        errors: int,
+        error: BaseException | None,
+        first_parts: Sequence[ItemInfo] = (),
+        between_parts: Sequence[float] = (),
+    ) -> None:
         """Tell the observers the end of the batch: its outcomes, or its `error` as a whole."""
         info = self._info
         info.seconds = monotonic() - info.began
+        info.first_parts, info.between_parts = first_parts, between_parts
         info.outputs, info.errors = outputs, errors
         self._observers.tell("ended", info, error)
 

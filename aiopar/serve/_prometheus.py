@@ -17,17 +17,17 @@ from .._base.forking import ReentrantLock, Registry
 from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
-from ._batcher import Batcher
+from ._base_batcher import BaseBatcher
 from ._multiprocess_metrics import SharedValues, registry_of_all_processes, shared_folder
 from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
 from ._replica_pool import ReplicaPool
-from ._stats import Rejection, ReplicaState
+from ._stats import ContinuousStats, Rejection, ReplicaState
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-Measurable: TypeAlias = Batcher[Any, Any] | ReplicaPool[Any] | DeviceExecutor
+Measurable: TypeAlias = BaseBatcher[Any, Any] | ReplicaPool[Any] | DeviceExecutor
 
 
 class PrometheusMetrics:
@@ -44,6 +44,10 @@ class PrometheusMetrics:
     - `batcher_queue_wait_seconds` (batcher): histogram: an item's time from call to batch
     - `batcher_batch_size` (batcher): histogram: items of a batch
     - `batcher_compute_seconds` (batcher): histogram: a batch's time until outputs are complete
+    - `batcher_parts_total` (batcher): parts that the steps have made, see below
+    - `batcher_preemptions_total` (batcher): items that left their batch for a while
+    - `batcher_first_part_seconds` (batcher): histogram: an item's time from call to first part
+    - `batcher_between_parts_seconds` (batcher): histogram: time between two parts of an item
     - `replica_state` (pool, replica, device, state): 1 for the replica's state, else 0
     - `replica_in_flight` (pool, replica, device): calls that wait for the replica or run on it
     - `replica_calls_total` (pool, replica, device, outcome): calls that `completed` or `failed`
@@ -55,6 +59,10 @@ class PrometheusMetrics:
     counted. Each request has one outcome: `completed`; `failed` (the function, `batch_key` or
     `cost` raised, or the pool did not open); `rejected` (for one of the causes); `expired` (its
     deadline passed); or `cancelled` (its caller was cancelled, or left a stream before its end).
+
+    The last four metrics of batchers have values only for a `ContinuousBatcher`. There a batch in
+    the names and texts above is a step: `batcher_batch_size` has the items of a step, and
+    `batcher_queue_wait_seconds` the time from the call of an item until it joins.
 
     The busy ratio covers the time between the last two readings of the registry that were at least
     a second apart. The time of a call counts when the call ends; on an accelerator it is the time
@@ -69,8 +77,8 @@ class PrometheusMetrics:
     each process, with the label `pid`.
 
     Args:
-        resources: `Batcher`, `ReplicaPool` and `DeviceExecutor` objects. The executors of batchers
-            and pools are included.
+        resources: `Batcher`, `ContinuousBatcher`, `ReplicaPool` and `DeviceExecutor` objects. The
+            executors of batchers and pools are included.
         registry: Where to register; None: `prometheus_client.REGISTRY`.
         namespace: What all names begin with: letters, digits, `_` and `:`. Empty: no namespace.
 
@@ -132,7 +140,7 @@ class PrometheusMetrics:
         _check_resources([*shown, *resources])
         new = {one: _Observer(self._collector) for one in resources if one not in shown}
         for one, observer in new.items():
-            if isinstance(one, Batcher):
+            if isinstance(one, BaseBatcher):
                 one.add_observer(observer)
         self._collector.resources = shown | new
 
@@ -148,7 +156,7 @@ class PrometheusMetrics:
         shown = collector.resources
         collector.resources = {one: shown[one] for one in shown if one not in resources}
         for one in resources:
-            if isinstance(one, Batcher) and one in shown:
+            if isinstance(one, BaseBatcher) and one in shown:
                 one.remove_observer(shown[one])
 
     def close(self) -> None:
@@ -159,7 +167,7 @@ class PrometheusMetrics:
             if self._collector.shared is not None:
                 self._collector.shared.close()
             for one, observer in self._collector.resources.items():
-                if isinstance(one, Batcher):
+                if isinstance(one, BaseBatcher):
                     one.remove_observer(observer)
 
 
@@ -207,26 +215,26 @@ def worker_pools(resources: Iterable[object]) -> list[WorkerPool]:
     for resource in resources:
         if isinstance(resource, DeviceExecutor):
             executors.append(resource)
-        elif isinstance(resource, Batcher | ReplicaPool):
+        elif isinstance(resource, BaseBatcher | ReplicaPool):
             executors += resource._executors
     return list(dict.fromkeys(executor._dispatcher.pool for executor in executors))
 
 
 def _check_resources(resources: Iterable[object]) -> None:
     """Check the types of the resources, and that batchers and pools have different names."""
-    named: dict[tuple[type, str], object] = {}
+    named: dict[tuple[str, str], object] = {}
     for resource in resources:
-        if not isinstance(resource, Batcher | ReplicaPool | DeviceExecutor):
+        if not isinstance(resource, BaseBatcher | ReplicaPool | DeviceExecutor):
             raise TypeError(
-                f"expected a Batcher, a ReplicaPool or a DeviceExecutor, got {described(resource)}"
+                "expected a Batcher, a ContinuousBatcher, a ReplicaPool or a DeviceExecutor, got "
+                f"{described(resource)}"
             )
         if isinstance(resource, DeviceExecutor):
             continue
-        kind = Batcher if isinstance(resource, Batcher) else ReplicaPool
+        kind = "batchers" if isinstance(resource, BaseBatcher) else "pools"
         if named.setdefault((kind, resource.name), resource) is not resource:
             raise ValueError(
-                f"two of the {kind.__name__} objects are called {resource.name!r}: "
-                "give one another name=..."
+                f"two of the {kind} are called {resource.name!r}: give one another name=..."
             )
 
 
@@ -270,6 +278,8 @@ class _Observer(BatchObserver):
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self.queue_wait = _Histogram(_SECONDS)
         self.compute_seconds = _Histogram(_SECONDS)
+        self.first_part = _Histogram(_SECONDS)
+        self.between_parts = _Histogram(_SECONDS)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
         outcome = outcome_of(item, error)
@@ -280,12 +290,17 @@ class _Observer(BatchObserver):
 
     def start(self, batch: BatchInfo) -> None:
         with self.lock:
-            for item in batch.items:
+            for item in batch.joined:
                 self.queue_wait.add(batch.began - item.arrived)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        end = batch.began + batch.seconds
         with self.lock:
             self.compute_seconds.add(batch.seconds)
+            for item in batch.first_parts:
+                self.first_part.add(end - item.arrived)
+            for seconds in batch.between_parts:
+                self.between_parts.add(seconds)
 
 
 _observers: Registry[_Observer] = Registry(_Observer.reset)
@@ -301,6 +316,10 @@ _METRICS = (
     ("batcher_queue_wait_seconds", "Histogram", "Time from call to batch.", ("batcher",)),
     ("batcher_batch_size", "Histogram", "Items of a batch.", ("batcher",)),
     ("batcher_compute_seconds", "Histogram", "Time that a batch took.", ("batcher",)),
+    ("batcher_parts", "Counter", "Parts that the steps have made.", ("batcher",)),
+    ("batcher_preemptions", "Counter", "Items that left their batch for a while.", ("batcher",)),
+    ("batcher_first_part_seconds", "Histogram", "Time from call to first part.", ("batcher",)),
+    ("batcher_between_parts_seconds", "Histogram", "Time between two parts.", ("batcher",)),
     ("replica_state", "Gauge", "1 for the state of the replica.", (*_REPLICA, "state")),
     ("replica_in_flight", "Gauge", "Calls that wait for the replica or run.", _REPLICA),
     ("replica_calls", "Counter", "Calls that ended.", (*_REPLICA, "outcome")),
@@ -332,7 +351,7 @@ class _Collector:
             family = getattr(metrics_core, f"{kind}MetricFamily")
             families[name] = family(self._prefix + name, documentation, labels=labels)
         for resource, observer in self.resources.items():
-            if isinstance(resource, Batcher):
+            if isinstance(resource, BaseBatcher):
                 _add_batcher(families, resource, observer)
             elif isinstance(resource, ReplicaPool):
                 _add_replicas(families, resource)
@@ -371,7 +390,7 @@ class _Collector:
 
 
 def _add_batcher(
-    families: Mapping[str, Any], batcher: Batcher[Any, Any], observer: _Observer
+    families: Mapping[str, Any], batcher: BaseBatcher[Any, Any], observer: _Observer
 ) -> None:
     name, stats = batcher.name, batcher.stats()
     families["batcher_queue_length"].add_metric([name], stats.queued)
@@ -385,9 +404,14 @@ def _add_batcher(
     with observer.lock:
         for outcome, count in observer.outcomes.items():
             families["batcher_requests"].add_metric([name, outcome], count)
-        waits, times = observer.queue_wait, observer.compute_seconds
-        families["batcher_queue_wait_seconds"].add_metric([name], waits.buckets(), waits.sum)
-        families["batcher_compute_seconds"].add_metric([name], times.buckets(), times.sum)
+        times = {"queue_wait": observer.queue_wait, "compute": observer.compute_seconds}
+        if isinstance(stats, ContinuousStats):
+            families["batcher_parts"].add_metric([name], stats.parts)
+            families["batcher_preemptions"].add_metric([name], stats.preempted)
+            times |= {"first_part": observer.first_part, "between_parts": observer.between_parts}
+        for what, seconds in times.items():
+            family = families[f"batcher_{what}_seconds"]
+            family.add_metric([name], seconds.buckets(), seconds.sum)
 
 
 def _add_replicas(families: Mapping[str, Any], pool: ReplicaPool[Any]) -> None:

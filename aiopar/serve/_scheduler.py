@@ -16,7 +16,7 @@ from ..executor._observer import Observers
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._observer import BatchObserver, ItemInfo
+from ._observer import BatchObserver, ItemInfo, outcome_of
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import PartOutcome, Request, deliver_soon
@@ -269,6 +269,16 @@ class Scheduler:
             request.rejected = cause
             self._tally.rejected[cause] += 1
 
+    def count_outcome(self, request: ItemInfo, error: BaseException | None) -> None:
+        """Count a request whose caller has its output, or leaves because of `error`."""
+        outcome = outcome_of(request, error)
+        if outcome == "completed":
+            with self._lock:
+                self._tally.completed += 1
+        elif outcome == "failed":
+            with self._lock:
+                self._tally.failed += 1
+
     def _estimated_wait(self, request: Request) -> float:
         """About how many seconds `request`, which is not queued, would wait for its batch."""
         seconds, now = self._tally.batch_seconds, monotonic()
@@ -426,7 +436,7 @@ class Scheduler:
                 given_up.append(request)
             elif not (request.done or request.awaiter.waker.finished):
                 again.append(request)
-        self._tally.lost(len(lost), again=len(again))
+        self._tally.in_flight -= len(lost)
         self._queue.push_front(again)
         if self._settings.max_queue_delay:
             self._due.extend(map(ref, again))  # they have waited before

@@ -71,7 +71,10 @@ class BatcherStats:
     Attributes:
         queued: Items in the queue.
         in_flight: Items in running batches.
-        completed: Items whose batch has run, with an output or an error.
+        completed: Items whose caller has got the output.
+        failed: Items whose caller has got an error: of the function, `batch_key` or `cost`, of a
+            pool that did not open, or of a batch that was ended. Refused, expired and cancelled
+            items count neither here nor as completed.
         rejected: Refused items by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
             (no replica is in service), `closed`.
         batch_sizes: How many batches there were of each size.
@@ -82,6 +85,7 @@ class BatcherStats:
     queued: int
     in_flight: int
     completed: int
+    failed: int
     rejected: dict[str, int]
     batch_sizes: dict[int, int]
     queue_wait: Percentiles
@@ -95,7 +99,8 @@ class ContinuousStats:
     Attributes:
         queued: Items in the queue.
         in_flight: Items in running batches, also those that wait for their readers or for memory.
-        completed: Items that have left a batch: with their result, an error, or a caller that left.
+        completed: Items whose caller has got the result, or has read all parts.
+        failed: Items whose caller has got an error, as in `BatcherStats`.
         rejected: Refused items by cause, as in `BatcherStats`.
         steps: How many steps there were.
         parts: How many parts the steps have made.
@@ -110,6 +115,7 @@ class ContinuousStats:
     queued: int
     in_flight: int
     completed: int
+    failed: int
     rejected: dict[str, int]
     steps: int
     parts: int
@@ -127,7 +133,7 @@ class Tally:
     def __init__(self) -> None:
         self.in_flight = 0
         self.batch_seconds = 0.0  # a moving average, in which the latest batch weighs an eighth
-        self._completed = 0
+        self.completed = self.failed = 0  # what callers have got
         self.rejected: Counter[str] = Counter()
         self._batch_sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_LATEST)
@@ -143,14 +149,8 @@ class Tally:
         """A batch has run `count` items in `seconds`."""
         if count:
             self.in_flight -= count
-            self._completed += count
             self._computes.append(seconds)
             self._average(seconds)
-
-    def lost(self, items: int, *, again: int) -> None:
-        """A batch of `items` was lost with its replica; `again` of them are back in the queue."""
-        self.in_flight -= items
-        self._completed += items - again
 
     def _average(self, seconds: float) -> None:
         weight = 8 if self.batch_seconds else 1
@@ -167,7 +167,8 @@ class Tally:
         return BatcherStats(
             queued=queued,
             in_flight=self.in_flight,
-            completed=self._completed,
+            completed=self.completed,
+            failed=self.failed,
             rejected=dict(self.rejected),
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             queue_wait=percentiles(self._waits),
@@ -193,12 +194,10 @@ class StepTally(Tally):
     def ended(self, count: int, seconds: float) -> None:  # `left` knows them
         """A batch has ended with so many items: its worker has failed."""
         self.in_flight -= count
-        self._completed += count
 
     def left(self, durations: Sequence[float]) -> None:
         """Items have left a batch after these durations."""
         self.in_flight -= len(durations)
-        self._completed += len(durations)
         for seconds in durations:
             self._average(seconds)
 
@@ -218,7 +217,8 @@ class StepTally(Tally):
         return ContinuousStats(
             queued=queued,
             in_flight=self.in_flight,
-            completed=self._completed,
+            completed=self.completed,
+            failed=self.failed,
             rejected=dict(self.rejected),
             steps=self._steps,
             parts=self._parts,

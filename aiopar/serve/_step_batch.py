@@ -51,6 +51,12 @@ class Ticked:
     forgotten: bool = False
     keeps_parts: bool = False
 
+    @property
+    def with_parts(self) -> list[int]:
+        """The keys of the requests that got a part, perhaps with their result."""
+        last = [key for key, end in self.ended if type(end) is Done and end.part is not None]
+        return [key for key, _ in self.parts] + last
+
     def add(self, keys: Sequence[int], results: Sequence[Any]) -> None:
         """Add the results of a step."""
         self.size += len(keys)

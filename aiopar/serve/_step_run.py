@@ -292,7 +292,7 @@ class StepRun:
         ]
         arguments = known, left, joining, [one.key for one in steps]
         self._fresh = False
-        watch = self._watch(steps, joined, worker, now)
+        watch = self._watch(steps, joined, worker, now) if steps else None
         self.began = now
         try:
             ticked = self._run(watch, len(steps), arguments)
@@ -303,10 +303,7 @@ class StepRun:
         finally:
             self.began = 0.0
             del joining, arguments  # an error's traceback holds this frame
-        call.deliveries = self._handle(ticked, now)
-        if watch is not None:
-            errors = sum(isinstance(end, BaseException) for _, end in ticked.ended)
-            watch.ended(len(ticked.ended) - errors, errors, None)
+        call.deliveries = self._handle(ticked, now, watch)
         if self.running and (left or joined or ticked.size or ticked.ended):
             call.goes_on = True
             self._put()
@@ -344,17 +341,12 @@ class StepRun:
         finally:
             del self, arguments
 
-    def _handle(self, ticked: Ticked, began: float) -> list[Delivery]:
+    def _handle(self, ticked: Ticked, began: float, watch: BatchWatch | None) -> list[Delivery]:
         """Note the result of a tick. Returns what the callers get."""
         now, deliveries = monotonic(), list[Delivery]()
-        first_parts, gaps = list[float](), list[float]()
+        first_parts, gaps = self._time_parts(ticked, now)
         for key, part in ticked.parts:
             one = self.running[key]
-            if one.latest:
-                gaps.append(now - one.latest)
-            else:
-                first_parts.append(now - one.request.arrived)
-            one.latest = now
             if one.request.streams_outputs:
                 self._send(one, part, ticked.keeps_parts, deliveries)
         ended = [self.running[key] for key, _ in ticked.ended]
@@ -369,9 +361,24 @@ class StepRun:
                     self._send(one, end.part, False, deliveries)
                 deliveries.append((one.request, END, one.sent, None))
         refused = [(self.running[key], need) for key, need in ticked.refused]
-        times = now - began, first_parts, gaps
+        times = now - began, [now - request.arrived for request in first_parts], gaps
         self.scheduler.stepped(self, ended, refused, ticked, times)
+        if watch is not None:
+            errors = sum(isinstance(end, BaseException) for _, end in ticked.ended)
+            watch.ended(len(ended) - errors, errors, None, first_parts, gaps)
         return deliveries
+
+    def _time_parts(self, ticked: Ticked, now: float) -> tuple[list[Request], list[float]]:
+        """The requests that have their first part, and the seconds between parts of the others."""
+        first_parts, gaps = list[Request](), list[float]()
+        for key in ticked.with_parts:
+            one = self.running[key]
+            if one.latest:
+                gaps.append(now - one.latest)
+            else:
+                first_parts.append(one.request)
+            one.latest = now
+        return first_parts, gaps
 
     def _send(self, one: RunningRequest, part: Any, keep: bool, deliveries: list[Delivery]) -> None:
         request = one.request

@@ -15,6 +15,7 @@ from torch import nn
 
 import aiopar
 from aiopar.serve import PrometheusMetrics
+from tests.serve.batches import Steps
 
 T = TypeVar("T")
 DASHBOARD: dict[str, Any] = json.loads(
@@ -43,11 +44,12 @@ VARIABLES = [one for one in DASHBOARD["templating"]["list"] if one["type"] == "q
 
 
 async def _scraped() -> dict[str, set[str]]:
-    """The labels of each sample in the metrics of a batcher on a pool."""
+    """The labels of each sample in the metrics of batchers and a pool."""
     registry = CollectorRegistry()
     pool = aiopar.ReplicaPool(nn.Linear(4, 2), ["cpu", "cpu"], name="tiny")
     async with pool, aiopar.Batcher(pool) as batcher:
-        metrics = PrometheusMetrics(batcher, pool, registry=registry)
+        steps = aiopar.ContinuousBatcher(Steps(), name="steps")
+        metrics = PrometheusMetrics(batcher, steps, pool, registry=registry)
         await batcher(torch.ones(4))
         text = generate_latest(registry).decode()
         metrics.close()

@@ -162,7 +162,10 @@ async def run_chaos(chaos: Chaos, seed: int, requests: int, workers: DeviceExecu
         stats = batcher.stats()
         assert stats.queued == stats.in_flight == 0
         assert stats.rejected.get("queue_full", 0) == account.outcomes["refused"]
-        assert stats.completed == sum(size * count for size, count in stats.batch_sizes.items())
+        outcomes = account.outcomes
+        assert stats.completed == outcomes["answered"]
+        failures = ("bad", "mismatch", "out of memory", "broken")
+        assert stats.failed == sum(outcomes[kind] for kind in failures)
     always = {"answered", "bad", "mismatch", "out of memory", "expired", "cancelled"}
     assert always <= account.outcomes.keys() <= always | {"broken", "refused"}
     # Halves of halves, once each.

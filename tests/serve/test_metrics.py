@@ -11,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from torch import nn
 
 import aiopar
+from aiopar import ContinuousBatcher
 from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
-from .batches import busy, until
+from .batches import Bad, Steps, busy, outcomes_of, until
 from .replicas import Fragile, break_copy, held, in_service, open_pool
 
 pytestmark = pytest.mark.anyio
@@ -112,6 +113,42 @@ async def test_histograms_of_items_and_batches(registry: CollectorRegistry) -> N
         bounds = [float(bound) for bound in counts]
         assert bounds == sorted(bounds)
         assert (bounds[0], bounds[-2]) == (0.0001, 10.0)
+
+
+async def test_steps_of_a_continuous_batcher(registry: CollectorRegistry) -> None:
+    gate = Gate()
+    batcher = ContinuousBatcher(Steps(gate), name="steps", max_batch_size=2)
+    with pytest.raises(ValueError, match="two of the batchers are called 'steps'"):
+        PrometheusMetrics(batcher, Batcher(_double, name="steps"), registry=registry)
+    async with batcher, held(gate) as tasks:
+        metrics = PrometheusMetrics(batcher, registry=registry)
+        with pytest.raises(Bad):
+            await batcher(0)  # fails before its first step
+        tasks.start_soon(batcher, 3)
+        await gate.entered()
+        tasks.start_soon(outcomes_of, batcher, [1, -1])  # the second fails in its step
+        await until(lambda: batcher.stats().queued == 2)
+        scrape = Scrape(registry)
+        assert scrape("aiopar_batcher_queue_length", batcher="steps") == 2
+        assert scrape("aiopar_batcher_in_flight", batcher="steps") == 1
+    stats = batcher.stats()
+    assert (stats.completed, stats.failed) == (2, 2)
+    assert stats.batch_sizes == {1: 1, 2: 2}
+    scrape = Scrape(registry)
+    outcomes = scrape.by("aiopar_batcher_requests_total", "outcome", batcher="steps")
+    assert (outcomes["completed"], outcomes["failed"]) == (2, 2)
+    assert scrape("aiopar_batcher_parts_total", batcher="steps") == stats.parts == 4
+    assert scrape("aiopar_batcher_preemptions_total", batcher="steps") == 0
+    for name, count in (
+        ("queue_wait_seconds", 4),
+        ("batch_size", 3),
+        ("compute_seconds", 4),  # one in which no item took a step
+        ("first_part_seconds", 2),
+        ("between_parts_seconds", 2),
+    ):
+        assert scrape(f"aiopar_batcher_{name}_count", batcher="steps") == count, name
+        assert scrape(f"aiopar_batcher_{name}_sum", batcher="steps") > 0, name
+    metrics.close()
 
 
 async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None:
@@ -213,7 +250,7 @@ def test_default_name_is_that_of_the_function_module_or_pool() -> None:
 
 def test_equal_names_are_refused(registry: CollectorRegistry) -> None:
     one, other = Batcher(_double), Batcher(_double)
-    with pytest.raises(ValueError, match="two of the Batcher objects are called '_double'"):
+    with pytest.raises(ValueError, match="two of the batchers are called '_double'"):
         PrometheusMetrics(one, other, registry=registry)
     PrometheusMetrics(one, one, ReplicaPool(nn.ReLU(), ["cpu"], name="_double"), registry=registry)
 
@@ -226,7 +263,7 @@ def test_equal_names_are_refused(registry: CollectorRegistry) -> None:
         (None, {"namespace": 5}, "namespace must be a str, not int"),
         # prometheus-client would replace the wrong characters by `_`.
         *((None, {"namespace": text}, "got ") for text in ("a b", "a-b", "1a", "\u00e9", "a\n")),
-        (nn.ReLU(), {}, "expected a Batcher, a ReplicaPool or a DeviceExecutor, got ReLU"),
+        (nn.ReLU(), {}, "expected a Batcher, a ContinuousBatcher, .* got ReLU"),
         (Batcher, {}, "got the class Batcher"),
     ],
 )
@@ -255,7 +292,7 @@ def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
 def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry=registry, namespace="")
     families = Scrape(registry).families
-    assert len(families) == 13
+    assert len(families) == 17
     for name, family in families.items():
         assert family.documentation.endswith("."), name
         assert not name.endswith("_total"), "the sample of a counter has this suffix"
