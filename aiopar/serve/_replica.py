@@ -219,6 +219,8 @@ class PoolReplica:
         self.rebuilds = 0
         self.in_flight = Semaphore(math.inf)
         self._settings = settings
+        options = settings.compile
+        self._code = None if options is None else worker.keep(CompiledCode(options))
         # A call that waits for other calls lets another thread run them: two calls may end at once.
         # Re-entrant: a module that is dropped under the lock may have a destructor.
         self._lock = ReentrantLock()
@@ -377,7 +379,7 @@ class PoolReplica:
     def warm_up(self, module: nn.Module, caller: CallerState, *sizes: int | None) -> None:
         """Run `module` on the warm-up inputs in these batch sizes; called on its worker."""
         call = self._call(module)
-        run = ModuleCall.run if self._settings.compile is None else ModuleCall.compile_and_run
+        run = ModuleCall.run if self._code is None else ModuleCall.compile_and_run
         for arguments in self._settings.warmup:
             for size in sizes:
                 given = arguments if size is None else resized(arguments, size)
@@ -391,16 +393,16 @@ class PoolReplica:
             # The copy's memory belongs to another stream. When it is freed, calls of this worker
             # may still read it.
             share_memory(all_tensors(module), current_stream(self.worker.device))
-        settings, sizes = self._settings, self._settings.batch_sizes
-        may_compile = settings.compile is not None or "torch._dynamo" in sys.modules
+        sizes = self._settings.batch_sizes
+        may_compile = self._code is not None or "torch._dynamo" in sys.modules
         if may_compile and not _compile_lock.acquire(blocking=False):
             # The holder of the lock may wait for a call in the queue of this worker.
             thread_hooks.about_to_block()
             _compile_lock.acquire()
         try:
-            if settings.compile is not None:
-                arguments = self._call(module), settings.compile
-                self.worker.run(ModuleCall.compile, arguments, NO_KWARGS, caller)
+            if self._code is not None:
+                arguments = self._code, module
+                self.worker.run(CompiledCode.give_to, arguments, NO_KWARGS, caller)
             self.warm_up(module, caller, *(sorted(sizes) or (None,)))
             self.warmed_up = sizes
         except Exception as error:
@@ -444,17 +446,6 @@ class ModuleCall:
             named = {name: _moved(value, self.device) for name, value in kwargs.items()}
             return self.module(*moved, **named)
 
-    def compile(self, options: Mapping[str, Any]) -> None:
-        """Compile the module in place; its first calls make the code."""
-        # In copies, because `torch.compile` takes entries out of its `options`.
-        own: dict[str, Any] = {
-            key: dict(one) if isinstance(one, dict) else one for key, one in options.items()
-        }
-        # `Module.compile` does nothing for a container of torch (`Sequential`), and its code holds
-        # the module in a reference cycle.
-        compiled, this = torch.compile(type(self.module).forward, **own), ref(self.module)
-        self.module.forward = lambda *inputs, **kwargs: compiled(this(), *inputs, **kwargs)
-
     def compile_and_run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `run`, for the warm-up: compile, even if Dynamo's limit of recompilations is hit."""
         from torch._dynamo import config
@@ -462,6 +453,43 @@ class ModuleCall:
         with config.patch(recompile_limit=config.accumulated_recompile_limit):
             self.run(inputs, kwargs)
             return self.run(inputs, kwargs)  # CUDA graphs are recorded in the second run
+
+
+class CompiledCode:
+    """The compiled code of one replica, for each class of its modules; on the host of its worker.
+
+    The copies that a replica gets one after the other share the code. Replicas do not: two threads
+    that look for code of one function at the same time may not find it, and Dynamo compiles again.
+
+    Args:
+        options: Those of `torch.compile`.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._forwards: dict[type[nn.Module], Callable[..., Any]] = {}
+
+    def give_to(self, module: nn.Module) -> None:
+        """Let `module` run compiled code, which its first calls make."""
+        kind = type(module)
+        if kind not in self._forwards:
+            self._forwards[kind] = self._compiled(kind)
+        # `Module.compile` would make a reference cycle.
+        compiled, this = self._forwards[kind], ref(module)
+        module.forward = lambda *inputs, **kwargs: compiled(this(), *inputs, **kwargs)
+
+    def _compiled(self, kind: type[nn.Module]) -> Callable[..., Any]:
+        def forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:
+            return kind.forward(module, *inputs, **kwargs)
+
+        # Dynamo keeps compiled code by code object, and what it knows of shapes by name.
+        name = f"{kind.__module__}.{kind.__qualname__}"
+        forward.__code__ = forward.__code__.replace(co_name=name)
+        # In copies, because `torch.compile` takes entries out of its `options`.
+        options: dict[str, Any] = {
+            key: dict(one) if isinstance(one, dict) else one for key, one in self._options.items()
+        }
+        return torch.compile(forward, **options)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
