@@ -20,7 +20,7 @@ from ._runner import Runner
 from ._settings import BatcherSettings, FunctionKind, name_for
 from ._stats import ContinuousStats
 from ._step_run import StepRunner
-from ._stepper import AnyStepper, Stepper
+from ._stepper import AnyStepper, Stepper, check_stepper
 from ._streaming import OutputStream
 
 
@@ -71,7 +71,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     Raises:
         TypeError: An argument has a wrong type.
         ValueError: A bound is below 1 or a duration below 0; a pool without `stepper`, or `stepper`
-            without a pool.
+            without a pool; `max_batch_cost` for a stepper without `held`.
 
     Example:
         >>> import asyncio, aiopar
@@ -136,7 +136,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
         name: str | None = None,
     ) -> None:
         pool = stepper_or_pool if isinstance(stepper_or_pool, ReplicaPool) else None
-        self._make = _maker(stepper_or_pool, stepper)
+        self._make = _maker(stepper_or_pool, stepper, bounded=max_batch_cost is not None)
         self._device = None if pool is not None else getattr(stepper_or_pool, "device", None)
         if pool is not None and name is None:
             name = pool.name
@@ -253,23 +253,23 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
 
 
 def _maker(
-    stepper_or_pool: Any, stepper: Callable[[Any], AnyStepper] | None
+    stepper_or_pool: Any, stepper: Callable[[Any], AnyStepper] | None, *, bounded: bool
 ) -> Callable[..., AnyStepper]:
     """What makes a stepper on a worker."""
     if isinstance(stepper_or_pool, ReplicaPool):
-        if not callable(stepper):
+        if stepper is None:
             raise ValueError(
                 "a ContinuousBatcher of a pool needs stepper=, which makes a stepper from a module"
+            )
+        if not callable(stepper):
+            raise TypeError(
+                f"stepper must make a stepper from a module, as its class does, "
+                f"not {described(stepper)}"
             )
         return stepper
     if stepper is not None:
         raise ValueError("stepper= is for a pool; give the stepper itself as the first argument")
-    for name in ("start", "step"):
-        if isinstance(stepper_or_pool, type) or not callable(getattr(stepper_or_pool, name, None)):
-            raise TypeError(
-                f"expected a ReplicaPool or a stepper, which has start and step, got "
-                f"{described(stepper_or_pool)}"
-            )
+    check_stepper(stepper_or_pool, bounded=bounded)
     return partial(_same, stepper_or_pool)
 
 

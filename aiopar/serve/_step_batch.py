@@ -12,7 +12,7 @@ from .._base.tracebacks import drop_frames, logger, own_traceback
 from ..errors import InvalidInput, OutputMismatch, Overloaded
 from ..remote._host import portable_error
 from ._queue import RequestGroup
-from ._stepper import AnyStepper, Done
+from ._stepper import AnyStepper, Done, check_stepper
 
 FREE_SHARE = 0.1
 """The share of `max_batch_cost` that newcomers leave free, because the states that run grow."""
@@ -158,13 +158,7 @@ class StepBatch:
 
     def _begin(self, module: Any) -> AnyStepper:
         stepper = self._make() if module is None else self._make(module)
-        for name in ("start", "step"):
-            if not callable(getattr(stepper, name, None)):
-                raise TypeError(f"a stepper has a method {name}, and {stepper!r} has none")
-        if self._max_cost < inf and not hasattr(stepper, "held"):
-            raise ValueError(
-                f"max_batch_cost needs a stepper with a method held, which {stepper!r} has not"
-            )
+        check_stepper(stepper, bounded=self._max_cost < inf)
         return stepper
 
     @property

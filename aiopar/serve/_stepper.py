@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
+from .._base.arguments import check_callable, described
+
 In_contra = TypeVar("In_contra", contravariant=True)
 State = TypeVar("State")
 Part_co = TypeVar("Part_co", covariant=True)
@@ -54,3 +56,21 @@ class Stepper(Protocol[In_contra, State, Part_co]):
 
 
 AnyStepper: TypeAlias = Stepper[Any, Any, Any]
+
+
+def check_stepper(given: object, *, bounded: bool) -> None:
+    """Raise TypeError unless `given` is a stepper; ValueError if it lacks `held` and is bounded."""
+    methods = {
+        name: getattr(given, name, None) for name in ("start", "step", "stop", "held", "resume")
+    }
+    if isinstance(given, type) or methods["start"] is None or methods["step"] is None:
+        raise TypeError(
+            f"expected a stepper, which has the methods start and step, got {described(given)}"
+        )
+    for method in methods.values():
+        if method is not None:
+            check_callable(method)
+    if bounded and methods["held"] is None:
+        raise ValueError(
+            f"max_batch_cost needs a stepper with the method held, and {described(given)} has none"
+        )
