@@ -22,6 +22,7 @@ from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Waker, waker_here
 from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
 from ._places import WorkerPart
+from ._step_run import StepRun
 
 _BEAT = 0.02  # seconds from one beat of an event loop to the next
 _STALL = 0.005  # a beat that is so many seconds late is a stall
@@ -38,7 +39,8 @@ class _Bar:
     args: dict[str, Any]
     start: float  # of a call in a queue: when it was queued
     end: float = 0.0
-    arrivals: Sequence[float] = ()  # of a batch: when its items came, to find the batch of an item
+    # Of a batch: when the items came that have waited for it, to find the batch of an item.
+    arrivals: Sequence[float] = ()
     lane: int = 0  # the number of its lane in the file
 
     def finish(self, end: float, error: BaseException | None) -> None:
@@ -64,9 +66,11 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
       `cuda:0, replica 0`), with its calls and batches. Bars that overlap get a second row with the
       same name. On an accelerator a bar ends when its kernels are done;
     - the size of a batch in the batch's name; in its arguments, its key and how many items got an
-      output or an error. The arguments of a call tell how long it was queued;
+      output or an error. Each step of a `ContinuousBatcher` is a batch; its arguments tell how many
+      items joined. The arguments of a call tell how long it was queued;
     - a row for each event loop, with a tick when an item comes and a tick when its caller gets the
-      outcome. Arrows lead from the first tick to the batch and from the batch to the second tick;
+      outcome. Arrows lead from the first tick to the batch, or the step in which the item joined,
+      and from there to the second tick;
     - a bar for each item's wait in a queue;
     - the stalls of each event loop that makes calls: a timer ran 5 ms or more too late. A stall is
       drawn up to 20 ms too short; a stall of 25 ms or more is always seen.
@@ -232,7 +236,7 @@ class _Calls(ExecutorObserver):
 def _name_of_call(fn: Any) -> str | None:
     """The name of a call's bar; None for a call that takes a batch, because the batch is drawn."""
     function = unwrapped(fn)
-    if getattr(function, "__func__", None) is WorkerPart._first_step:
+    if getattr(function, "__func__", None) in (WorkerPart._first_step, StepRun.tick):
         return None
     owner = getattr(function, "__self__", None)
     return owner.step.name if isinstance(owner, WorkerStage) else name_of(function).strip("_")
@@ -251,8 +255,10 @@ class _Batches(BatchObserver):
             args["key"] = repr(items[0].key)[:100]
         if batch.replica is not None:
             args["replica"] = batch.replica
+        if batch.joined is not items:  # a step
+            args["joined"] = len(batch.joined)
         name = f"{self._name} x {len(items)}"
-        arrivals = [item.arrived for item in items]
+        arrivals = [item.arrived for item in batch.joined]
         self._trace.running[batch] = _Bar(row, name, args, batch.began, arrivals=arrivals)
 
     def ended(self, batch: BatchInfo, error: BaseException | None) -> None:

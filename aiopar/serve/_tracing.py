@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
-from .._base.arguments import check_instance
+from .._base.arguments import described
 from .._base.tracebacks import in_words
-from ._batcher import Batcher
+from ._base_batcher import BaseBatcher
+from ._continuous import ContinuousBatcher
 from ._observer import BatchInfo, BatchObserver, ItemInfo, is_failure, outcome_of
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ class OpenTelemetryTracing:
       function this span ends with the first step, but stays the current span in later steps. Spans
       of later steps become its children; attributes that they set on it are lost.
 
+    A `ContinuousBatcher` takes too many steps for a span of each. An item has two spans:
+
+    - `queue` spans its wait until it joins a batch, as above, without a link.
+    - `run` spans the rest, from joining to the outcome of the caller. The event `first part` says
+      when its first part was made; `joined again`: its batch was lost, or had no room for it. Its
+      parent is the caller's span, or the `queue` span of a caller without a span.
+
     The name of each span ends with the name of the batcher: `queue tiny`.
 
     Args:
@@ -32,7 +40,7 @@ class OpenTelemetryTracing:
 
     Raises:
         ImportError: OpenTelemetry's API is not installed. It is in the extra `tracing`.
-        TypeError: A batcher is not a `Batcher`.
+        TypeError: A batcher is not a `Batcher` or `ContinuousBatcher`.
 
     Example:
         >>> import asyncio, aiopar, torch
@@ -45,7 +53,7 @@ class OpenTelemetryTracing:
     """
 
     def __init__(
-        self, *batchers: Batcher[Any, Any], tracer_provider: "TracerProvider | None" = None
+        self, *batchers: BaseBatcher[Any, Any], tracer_provider: "TracerProvider | None" = None
     ) -> None:
         try:
             from opentelemetry import trace
@@ -54,11 +62,17 @@ class OpenTelemetryTracing:
                 "OpenTelemetryTracing needs OpenTelemetry: pip install 'aiopar[tracing]'"
             ) from error
         for batcher in batchers:
-            check_instance("batcher", batcher, Batcher)
+            if not isinstance(batcher, BaseBatcher):
+                raise TypeError(
+                    f"expected a Batcher or a ContinuousBatcher, got {described(batcher)}"
+                )
         tracer = trace.get_tracer("aiopar", tracer_provider=tracer_provider)
-        self._observed = [(batcher, _Spans(tracer, batcher.name)) for batcher in batchers]
-        for batcher, spans in self._observed:
+        self._observed: list[tuple[BaseBatcher[Any, Any], BatchObserver]] = []
+        for batcher in batchers:
+            kind = _StepSpans if isinstance(batcher, ContinuousBatcher) else _BatchSpans
+            spans = kind(tracer, batcher.name)
             batcher.add_observer(spans)
+            self._observed.append((batcher, spans))
 
     def close(self) -> None:
         """Make no more spans. It may be called again."""
@@ -66,8 +80,8 @@ class OpenTelemetryTracing:
             batcher.remove_observer(spans)
 
 
-class _Spans(BatchObserver):
-    """The spans of one batcher."""
+class _QueueSpans(BatchObserver):
+    """The `queue` spans of one batcher."""
 
     def __init__(self, tracer: "Tracer", name: str) -> None:
         from opentelemetry import context, trace
@@ -77,8 +91,6 @@ class _Spans(BatchObserver):
         # A worker or the caller ends a span: whichever removes the span from its dict.
         self._queue: dict[ItemInfo, Span] = {}
         self._callers: dict[ItemInfo, SpanContext] = {}
-        self._batches: dict[BatchInfo, Span] = {}
-        self._computes: dict[BatchInfo, tuple[Span, Any]] = {}  # with the token of the context
 
     def enqueue(self, item: ItemInfo) -> None:
         caller = self._trace.get_current_span().get_span_context()
@@ -93,24 +105,46 @@ class _Spans(BatchObserver):
         self._callers.pop(item, None)
         span = self._queue.pop(item, None)
         if span is not None:
-            span.set_attribute("aiopar.outcome", outcome_of(item, error))
-            if item.rejected is not None:
-                span.set_attribute("aiopar.rejected", item.rejected)
-            self._end(span, error)
+            self._end_with_outcome(span, item, error)
 
-    def start(self, batch: BatchInfo) -> None:
-        callers = filter(None, map(self._callers.get, batch.items))
-        size = len(batch.items)
-        attributes: dict[str, str | int] = {"aiopar.batcher": self._name, "aiopar.batch.size": size}
+    def _attributes(self, batch: BatchInfo) -> dict[str, str | int]:
+        attributes: dict[str, str | int] = {"aiopar.batcher": self._name}
         if batch.device is not None:
             attributes["aiopar.device"] = str(batch.device)
         if batch.replica is not None:
             attributes["aiopar.replica"] = batch.replica
+        return attributes
+
+    def _end_with_outcome(self, span: "Span", item: ItemInfo, error: BaseException | None) -> None:
+        span.set_attribute("aiopar.outcome", outcome_of(item, error))
+        if item.rejected is not None:
+            span.set_attribute("aiopar.rejected", item.rejected)
+        self._end(span, error)
+
+    def _end(self, span: "Span", error: BaseException | None) -> None:
+        # The cancellation of a caller or a batch is no error of the service.
+        if error is not None and is_failure(error):
+            span.set_attribute("error.type", type(error).__qualname__)
+            span.record_exception(error)
+            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, in_words(error)))
+        span.end()
+
+
+class _BatchSpans(_QueueSpans):
+    """The spans of a `Batcher`."""
+
+    def __init__(self, tracer: "Tracer", name: str) -> None:
+        super().__init__(tracer, name)
+        self._batches: dict[BatchInfo, Span] = {}
+        self._computes: dict[BatchInfo, tuple[Span, Any]] = {}  # with the token of the context
+
+    def start(self, batch: BatchInfo) -> None:
+        callers = filter(None, map(self._callers.get, batch.items))
         span = self._tracer.start_span(
             f"batch {self._name}",
             context=self._context.Context(),
             links=[self._trace.Link(caller) for caller in callers if caller.trace_flags.sampled],
-            attributes=attributes,
+            attributes=self._attributes(batch) | {"aiopar.batch.size": len(batch.items)},
         )
         self._batches[batch] = span
         for item in batch.items:
@@ -139,10 +173,43 @@ class _Spans(BatchObserver):
         span.set_attribute("aiopar.batch.errors", batch.errors)
         self._end(span, error)
 
-    def _end(self, span: "Span", error: BaseException | None) -> None:
-        # The cancellation of a caller or a batch is no error of the service.
-        if error is not None and is_failure(error):
-            span.set_attribute("error.type", type(error).__qualname__)
-            span.record_exception(error)
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, in_words(error)))
-        span.end()
+
+class _StepSpans(_QueueSpans):
+    """The spans of a `ContinuousBatcher`."""
+
+    def __init__(self, tracer: "Tracer", name: str) -> None:
+        super().__init__(tracer, name)
+        self._runs: dict[ItemInfo, Span] = {}
+
+    def start(self, batch: BatchInfo) -> None:
+        for item in batch.joined:
+            waited = self._queue.pop(item, None)
+            if waited is not None:
+                waited.end()
+                self._begin(item, batch)
+            elif (running := self._runs.get(item)) is not None:
+                running.add_event("joined again")
+
+    def _begin(self, item: ItemInfo, batch: BatchInfo) -> None:
+        caller = self._callers.get(item)
+        if caller is None:
+            return
+        self._runs[item] = self._tracer.start_span(
+            f"run {self._name}",
+            context=self._trace.set_span_in_context(self._trace.NonRecordingSpan(caller)),
+            attributes=self._attributes(batch),
+        )
+        if item not in self._callers:  # the caller has left meanwhile
+            self.completed(item, GeneratorExit())
+
+    def ended(self, batch: BatchInfo, error: BaseException | None) -> None:
+        for item in batch.first_parts:
+            span = self._runs.get(item)
+            if span is not None:
+                span.add_event("first part")
+
+    def completed(self, item: ItemInfo, error: BaseException | None) -> None:
+        super().completed(item, error)
+        span = self._runs.pop(item, None)
+        if span is not None:
+            self._end_with_outcome(span, item, error)

@@ -15,7 +15,7 @@ from torch import nn
 
 import aiopar
 from aiopar.serve import PrometheusMetrics
-from tests.serve.batches import Steps
+from tests.serve.steppers import Counting
 
 T = TypeVar("T")
 DASHBOARD: dict[str, Any] = json.loads(
@@ -48,7 +48,7 @@ async def _scraped() -> dict[str, set[str]]:
     registry = CollectorRegistry()
     pool = aiopar.ReplicaPool(nn.Linear(4, 2), ["cpu", "cpu"], name="tiny")
     async with pool, aiopar.Batcher(pool) as batcher:
-        steps = aiopar.ContinuousBatcher(Steps(), name="steps")
+        steps = aiopar.ContinuousBatcher(Counting(), name="steps")
         metrics = PrometheusMetrics(batcher, steps, pool, registry=registry)
         await batcher(torch.ones(4))
         text = generate_latest(registry).decode()

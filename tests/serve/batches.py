@@ -10,7 +10,7 @@ import anyio.lowlevel
 import pytest
 from torch import Tensor
 
-from aiopar import Batcher, DeviceExecutor, Done, use_executor
+from aiopar import Batcher, DeviceExecutor, use_executor
 from aiopar.testing import Gate
 from tests.home import AtHome
 
@@ -60,32 +60,6 @@ class Held:
         """Let the waiting batches go on."""
         for event in self._events:
             event.set()
-
-
-class Steps:
-    """A stepper whose items are numbers of steps: each step makes a part, the last one too.
-
-    The item 0 fails in `start`, and a negative one in its first step. Each step calls `on_step`.
-    """
-
-    def __init__(self, on_step: Callable[[], object] = lambda: None) -> None:
-        self.on_step = on_step
-
-    def start(self, item: int) -> list[int]:
-        if item == 0:
-            raise Bad(item)
-        return [item]
-
-    def step(self, states: list[list[int]]) -> list[int | Done[str] | Bad]:
-        self.on_step()
-        return [self._step(state) for state in states]
-
-    def _step(self, state: list[int]) -> int | Done[str] | Bad:
-        (left,) = state
-        state[0] = left - 1
-        if left < 0:
-            return Bad(left)
-        return left if left > 1 else Done("done", left)
 
 
 async def double(batch: Tensor) -> Tensor:

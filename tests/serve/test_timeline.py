@@ -21,7 +21,8 @@ from aiopar.testing import Gate
 from tests.programs import run
 
 from .batches import Bad, Held, busy, current_executor, on_asyncio, until
-from .replicas import Scale, answers_of_all, open_pool
+from .replicas import Scale, answers_of_all, held, open_pool
+from .steppers import Counting, Item
 
 pytestmark = pytest.mark.anyio
 
@@ -156,6 +157,31 @@ async def test_items_lead_to_their_batch_and_back(path: Path) -> None:
     begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
     ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2, 2, 1)]
     assert sorted(timeline.items) == sorted(ways)
+
+
+async def test_each_step_is_a_batch_and_items_lead_to_the_step_in_which_they_join(
+    path: Path,
+) -> None:
+    gate = Gate()
+    async with (
+        current_executor(["cpu"]),
+        aiopar.ContinuousBatcher(Counting(lambda _: gate()), name="fn") as batcher,
+        aiopar.trace(path),
+        held(gate) as tasks,
+    ):
+        tasks.start_soon(batcher, Item("a", 3))
+        await gate.entered()
+        tasks.start_soon(batcher, Item("b", 1))
+        await until(lambda: batcher.stats().queued == 1)
+    timeline = await read(path)
+    assert timeline.names("cpu:0") == ["fn x 1", "fn x 2", "fn x 1"]
+    assert [bar["args"] for bar in timeline.bars("cpu:0")] == [
+        {"batcher": "fn", "size": size, "joined": joined, "outputs": outputs, "errors": 0}
+        for size, joined, outputs in [(1, 1, 0), (2, 1, 1), (1, 0, 1)]
+    ]
+    begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
+    ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2)]
+    assert sorted(timeline.items) == ways
 
 
 async def test_a_call_has_a_bar_in_the_row_of_its_worker(

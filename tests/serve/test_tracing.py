@@ -17,11 +17,12 @@ from opentelemetry.trace import Span, SpanContext, StatusCode, get_current_span
 from torch import Tensor
 
 import aiopar
-from aiopar.serve import Batcher, OpenTelemetryTracing
+from aiopar.serve import Batcher, ContinuousBatcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
-from .batches import Callers, busy, on_asyncio, until
+from .batches import Bad, Callers, busy, on_asyncio, until
 from .replicas import Fragile, break_copy, held, open_pool
+from .steppers import Counting as CountingSteps, Item
 from .streams import Counting, counted, idle, of_kind, one_worker, read_all, reading
 
 pytestmark = pytest.mark.anyio
@@ -211,6 +212,43 @@ class _Item:
     """An item that can be weakly referenced."""
 
 
+async def test_spans_of_an_item_of_a_continuous_batcher() -> None:
+    traces, stepper = Traces(), CountingSteps()
+    stepper.in_place["bad"] = Bad()
+    async with ContinuousBatcher(stepper, name="steps") as batcher:
+        tracing = OpenTelemetryTracing(batcher, tracer_provider=traces.provider)
+        with traces.tracer.start_as_current_span("request"):
+            parts = [part async for part in batcher.stream(Item("good"))]
+        assert len(parts) == 3
+        with pytest.raises(Bad):
+            await batcher(Item("bad"))
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await batcher(Item("late"), timeout=-1)
+        tracing.close()
+    request, (good, bad) = traces.one("request"), traces.of("run steps")
+    waits = traces.of("queue steps")
+    assert [wait.parent for wait in waits] == [request.context, None, None]
+    assert [run.parent for run in (good, bad)] == [request.context, waits[1].context]
+    assert good.attributes == {
+        "aiopar.batcher": "steps",
+        "aiopar.device": "cpu",
+        "aiopar.outcome": "completed",
+    }
+    assert [event.name for event in good.events] == ["first part"]
+    assert [event.name for event in bad.events] == ["exception"]
+    assert (bad.attributes or {})["aiopar.outcome"] == "failed"
+    assert bad.status.status_code is StatusCode.ERROR
+    assert waits[0].end_time is not None
+    assert good.start_time is not None
+    assert waits[0].end_time <= good.start_time
+    assert [(wait.attributes or {}).get("aiopar.outcome") for wait in waits] == [
+        None,
+        None,
+        "expired",
+    ]
+    assert len(traces._exporter.get_finished_spans()) == 6, "no span of a step"
+
+
 @on_asyncio
 async def test_tracing_keeps_no_item_alive() -> None:
     traces = Traces()
@@ -240,7 +278,7 @@ async def test_only_traced_batchers_make_spans_by_default_with_the_global_provid
         OpenTelemetryTracing(batcher)
         await batcher(torch.ones(1))
     assert len(traces.of("batch fn")) == 1
-    with pytest.raises(TypeError, match="batcher must be a Batcher, not builtin"):
+    with pytest.raises(TypeError, match="expected a Batcher or a ContinuousBatcher, got builtin"):
         OpenTelemetryTracing(torch.neg)  # type: ignore[arg-type]
     monkeypatch.setitem(sys.modules, "opentelemetry", None)  # importing it fails
     with pytest.raises(ImportError, match=r"pip install 'aiopar\[tracing\]'"):
