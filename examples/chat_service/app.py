@@ -70,7 +70,7 @@ def create_app(
 
     @asynccontextmanager
     async def ready(_: FastAPI) -> AsyncIterator[None]:
-        with closing(PrometheusMetrics(pool)):
+        with closing(PrometheusMetrics(pool, batcher)):
             await batcher(Prompt([1], max_tokens=2))  # the first steps take long
             yield
 
