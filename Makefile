@@ -120,7 +120,7 @@ docs-serve: docs ## show the site on http://127.0.0.1:8000 (PORT=9000)
 bench: $(INSTALLED) ## measure calls and batching against other libraries, in under five minutes
 	$(BIN)/python examples/benchmarks/run.py $(BENCH_ARGS)
 
-bench-all: $(INSTALLED) ## measure training, loading and serving too, in about 20 minutes
+bench-all: $(INSTALLED) ## measure training, loading and serving too, in about half an hour
 	$(BIN)/python examples/benchmarks/run.py --all $(BENCH_ARGS)
 
 dist: $(INSTALLED) ## build the sdist, and from it the wheel, into dist/, and check both

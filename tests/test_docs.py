@@ -18,19 +18,7 @@ MODULES = [
     import_module(name)
     for name in (
         "aiopar",
-        *(
-            f"aiopar.{sub}"
-            for sub in (
-                "asgi",
-                "data",
-                "fastapi",
-                "nn",
-                "ray",
-                "serve",
-                "testing",
-                "transformers",
-            )
-        ),
+        *(f"aiopar.{sub}" for sub in ("asgi", "data", "fastapi", "nn", "ray", "serve", "testing")),
     )
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

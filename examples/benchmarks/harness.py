@@ -42,8 +42,31 @@ class Plan:
     """Texts per sample of the embedding service."""
     seconds: float = 1.0
     """Duration of one sample of an idle batcher."""
+    requests: int = 32
+    """Requests per sample of a language model."""
+    tokens: int = 200
+    """The most tokens that a request asks a language model for."""
     all_rivals: bool = True
     """Whether to measure rivals that take long to install or to start."""
+
+
+QUICK = Plan(
+    pairs=2,
+    calls=32,
+    layers=3,
+    steps=3,
+    channels=4,
+    processes=1,
+    items=10,
+    beats=4,
+    clients=4,
+    texts=2,
+    seconds=0.01,
+    requests=20,
+    tokens=10,
+    all_rivals=False,
+)
+"""So little that every benchmark only shows that it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +125,16 @@ class Rivals:
     at_least: bool = False
 
 
-UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "kB": 1e3, "requests/s": 1.0, "texts/s": 1.0, "%": 1e-2}
+UNITS = {
+    "s": 1.0,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "kB": 1e3,
+    "requests/s": 1.0,
+    "texts/s": 1.0,
+    "tokens/s": 1.0,
+    "%": 1e-2,
+}
 
 
 async def compare(rivals: Rivals, pairs: int) -> Result:

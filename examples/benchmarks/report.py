@@ -110,6 +110,7 @@ PANELS = (
     ("", False, "time taken / time of the rival (less is better)"),
     ("", True, "calls per second / those of the rival (more is better)"),
     ("ms", False, "milliseconds (less is better)"),
+    ("us", False, "microseconds (less is better)"),
     ("%", False, "% of a core (less is better)"),
 )
 

@@ -1,10 +1,10 @@
 """Measure aiopar against its rivals: `make bench`, or python examples/benchmarks/run.py.
 
 By default it measures the foundation, in under five minutes. With `--all` (`make bench-all`) it
-also measures training, loading and serving, in about twenty, and draws tuning_batching.png. It
-prints a table, and writes benchmarks.json, benchmarks.png and the table in benchmarks.md into
-docs/. Rows that were not measured are kept if they come from this machine. With `--only` it
-measures the named parts and writes nothing.
+also measures training, loading and serving, in about half an hour, and draws
+tuning_batching.png. It prints a table, and writes benchmarks.json, benchmarks.png and the table in
+benchmarks.md into docs/. Rows that were not measured are kept if they come from this machine. With
+`--only` it measures the named parts, and writes their rows only with `--write`.
 """
 
 import argparse
@@ -16,6 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from examples.benchmarks import (
+    continuous,
     data_parallel,
     embedding,
     feeding,
@@ -32,7 +33,7 @@ from examples.benchmarks import (
     training,
     tuning,
 )
-from examples.benchmarks.harness import Plan, Result, Row
+from examples.benchmarks.harness import QUICK, Plan, Result, Row
 
 Measure = Callable[[Plan], Coroutine[Any, Any, Sequence[Row]]]
 
@@ -49,6 +50,8 @@ ROWS: dict[str, Measure] = {
     "feeding": feeding.measure,
     "serving": serving.measure,
     "overload": overload.measure,
+    "continuous batching": continuous.measure,
+    "language model": continuous.measure_language_model,
     "processes": processes.measure,
     "machines": machines.measure,
     "serving over HTTP": http_serving.measure,
@@ -91,21 +94,25 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--pairs", type=int, default=Plan().pairs, help="samples of each rival")
     parser.add_argument("--folder", type=Path, default=DOCS, help="where the files go")
+    parser.add_argument("--quick", action="store_true", help="show that it runs; write nothing")
+    parser.add_argument("--write", action="store_true", help="write the rows of --only too")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--all", action="store_true", help="measure everything")
     what.add_argument(
         "--only", nargs="+", choices=ROWS, metavar="WHAT", help=f"some of: {', '.join(ROWS)}"
     )
     args = parser.parse_args(argv)
-    plan = Plan(pairs=args.pairs)
-    if args.only:
-        print(report.as_text(asyncio.run(measure_rows(args.only, plan))))
-        return
-    args.folder.mkdir(parents=True, exist_ok=True)  # fail now, not after all measurements
-    results = asyncio.run(measure_rows(ROWS if args.all else FOUNDATION, plan))
+    plan = QUICK if args.quick else Plan(pairs=args.pairs)
+    writes = not args.quick and (args.write or not args.only)
+    if writes:
+        args.folder.mkdir(parents=True, exist_ok=True)  # fail now, not after all measurements
+    names = args.only or (ROWS if args.all else FOUNDATION)
+    results = asyncio.run(measure_rows(names, plan))
     if args.all:
         results += measure_on_uvloop(plan)
     print(report.as_text(results))
+    if not writes:
+        return
     if not args.all:
         results = report.updated(report.read_json(args.folder / "benchmarks.json"), results)
     write_all(results, args.folder)

@@ -14,27 +14,13 @@ import torch
 from torch import nn
 
 from examples.benchmarks import by_hand, report, run
-from examples.benchmarks.harness import NotMeasured, Plan, Result, Rivals, Row, compare
+from examples.benchmarks.harness import QUICK, NotMeasured, Result, Rivals, Row, compare
 
-TINY = Plan(
-    pairs=2,
-    calls=32,
-    layers=3,
-    steps=3,
-    channels=4,
-    processes=1,
-    items=10,
-    beats=4,
-    clients=4,
-    texts=2,
-    seconds=0.01,
-    all_rivals=False,
-)
 RESULT = Result("ours", "theirs", 1.0, 2.0, "us", 0.5, 0.4, 0.6, "", 0.55, 15)
 
 
 def measure(row: str) -> Sequence[Row]:
-    return asyncio.run(run.ROWS[row](TINY))
+    return asyncio.run(run.ROWS[row](QUICK))
 
 
 @pytest.mark.slow  # 5 to 30 seconds each; a quick row is measured below
@@ -125,7 +111,7 @@ def test_rows_are_read_as_they_were_written_if_they_are_of_this_machine(
 def test_some_rows_are_measured_and_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    run.main(["--only", "four modules", "--pairs", "2", "--folder", str(tmp_path)])
+    run.main(["--only", "four modules", "--quick", "--folder", str(tmp_path)])
     _, row = capsys.readouterr().out.splitlines()
     assert row.startswith("parallel_apply")
     assert not list(tmp_path.iterdir())
