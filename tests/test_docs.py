@@ -18,7 +18,19 @@ MODULES = [
     import_module(name)
     for name in (
         "aiopar",
-        *(f"aiopar.{sub}" for sub in ("asgi", "data", "fastapi", "nn", "ray", "serve", "testing")),
+        *(
+            f"aiopar.{sub}"
+            for sub in (
+                "asgi",
+                "data",
+                "fastapi",
+                "nn",
+                "ray",
+                "serve",
+                "testing",
+                "transformers",
+            )
+        ),
     )
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

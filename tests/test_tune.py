@@ -40,6 +40,10 @@ def parts(batch):
     yield batch
 stream = aiopar.Batcher(parts)
 
+class Stepper:
+    start = step = None.__init__
+steps = aiopar.ContinuousBatcher(Stepper())
+
 def fails(batch):
     raise KeyError("my own error")
 failing = aiopar.Batcher(fails)
@@ -115,6 +119,7 @@ def test_ctrl_c_ends_it_without_a_traceback(folder: Path) -> None:
         (["service:batcher", "--p99", "0ms"], "such as 50ms or 0.2s, got '0ms'"),
         (["service:nothing", "--p99", "1s"], "module 'service' has no 'nothing'"),
         (["service:item", "--p99", "1s"], "service:item must be a Batcher or make one, not Tensor"),
+        (["service:steps", "--p99", "1s"], "a Batcher or make one, not ContinuousBatcher"),
         (["service:stream", "--p99", "1s"], "'parts' is a generator function"),
         (["service:batcher", "--p99", "1s", "--item", "service:no"], "has no 'no'"),
         (["others:batcher", "--p99", "1s"], "module 'others' has no 'item': name one with --item"),

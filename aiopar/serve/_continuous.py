@@ -38,7 +38,8 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     - A full queue refuses new items; it never ends a stream that runs. `aclose` lets running
       streams go on to their end.
     - A reader that has `buffer` unread parts is left out of steps until it reads. It slows no other
-      request. If other items wait, it gets `ReaderTooSlow` after `read_timeout`.
+      request. If the batch has no room for other items, it gets `ReaderTooSlow` after
+      `read_timeout`.
     - If `step` raises, halves of the batch are tried until the bad request is alone; the others go
       on. A stepper that is not `resumable` cannot repeat a step: the whole batch fails.
     - `torch.OutOfMemoryError`: the newest half of a `resumable` stepper's requests waits, and is
@@ -64,8 +65,8 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
         max_wait: A new item is refused if it would wait longer than this many seconds, as estimated
             from the latest requests. None: no bound.
         timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
-        read_timeout: Seconds after which a reader that does not read gives up its place, if other
-            items wait or the batcher closes.
+        read_timeout: Seconds after which a reader that does not read gives up its place, if items
+            wait for a place or the batcher closes.
         name: The name in metrics and traces. None: the name of the stepper's class, or of the pool.
 
     Raises:

@@ -240,6 +240,8 @@ class StepRun:
 
     def end_stalled(self, seconds: float) -> None:
         """Fail the streams whose readers have had no room for so many seconds."""
+        if not (self.full or len(self.running) >= self.runner.limit or self.scheduler.closing):
+            return  # the items that wait are about to join
         now = monotonic()
         for one in self.running.copy().values():
             if one.stalled is None or now - one.stalled < seconds:

@@ -5,12 +5,13 @@ Each process writes its events to stdout, one line of JSON per event.
 
 import asyncio
 import hashlib
+import itertools
 import json
 import signal
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,11 +194,35 @@ class _Classifier(torch.nn.Module):
         return batch.sum(1)
 
 
+class _Writer:
+    """Takes as many steps as an item says; every seventh request fails at its end."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def start(self, item: int) -> list[int]:
+        return [item, next(self._numbers)]
+
+    def step(self, states: list[list[int]]) -> list[int | aiopar.Done[str] | Exception]:
+        time.sleep(0.005)
+        return [self._advance(state) for state in states]
+
+    def _advance(self, state: list[int]) -> int | aiopar.Done[str] | Exception:
+        state[0] -= 1
+        if state[0]:
+            return state[0]
+        return aiopar.Done("written", 0) if state[1] % 7 else ValueError("lost for words")
+
+
 def serve_under_load(options: Options) -> None:
-    """Serve a live page of a pool that has more calls than it can do, until SIGTERM."""
+    """Serve a live page of a pool and a stepper that have more calls than they can do.
+
+    Until SIGTERM.
+    """
     executor = aiopar.DeviceExecutor(["cpu", "cpu"])
     pool = aiopar.ReplicaPool(_Classifier(), executor=executor, name="classifier")
     batcher = aiopar.Batcher(pool, max_batch_size=8, max_pending=16)
+    writer = aiopar.ContinuousBatcher(_Writer(), max_batch_size=4, name="writer")
 
     async def call() -> None:
         while True:
@@ -206,17 +231,25 @@ def serve_under_load(options: Options) -> None:
             except aiopar.Overloaded:
                 await anyio.sleep(0.05)
 
+    async def read(steps: int) -> None:
+        while True:
+            with suppress(ValueError):
+                async for _ in writer.stream(steps):
+                    pass
+
     @asynccontextmanager
     async def load(app: Starlette) -> AsyncIterator[None]:
         async with anyio.create_task_group() as tasks:
             for _ in range(40):
                 tasks.start_soon(call)
+            for steps in (3, 10, 20, 30, 50):
+                tasks.start_soon(read, steps)
             yield
             tasks.cancel_scope.cancel()
 
     app = Starlette(
         lifespan=lifespan(
-            executor, pool, batcher, app_lifespan=load, drain_delay=options.drain_delay
+            executor, pool, batcher, writer, app_lifespan=load, drain_delay=options.drain_delay
         )
     )
     install(app, dashboard="/aiopar")

@@ -21,6 +21,7 @@ from starlette.types import Message
 
 import aiopar
 from aiopar.asgi import Resource, install, lifespan
+from tests.serve.steppers import Counting, Item
 
 from .served import Served
 from .wire import Wire, get
@@ -112,19 +113,24 @@ async def test_events_are_the_statistics() -> None:
     executor = aiopar.DeviceExecutor(["cpu", "cpu"], thread_name_prefix="two")
     pool = aiopar.ReplicaPool(torch.nn.Linear(3, 1), executor=executor, name="linear")
     batcher = aiopar.Batcher(pool, max_batch_size=4, max_pending=9)
-    app = await _app(executor, batcher)  # the batcher opens the pool
+    steps = aiopar.ContinuousBatcher(
+        pool, stepper=lambda _: Counting(), max_batch_size=4, max_pending=9, name="steps"
+    )
+    app = await _app(executor, batcher, steps)  # the batchers open the pool
     async with app.router.lifespan_context(app):
         for _ in range(3):
             await batcher(torch.ones(3))
+        await steps(Item("one"))
         async with _open(app) as page:
             (sample,) = await page.sampled(1)
         assert sample["batchers"] == [
             {
-                "name": "linear",
+                "name": name,
                 "max_batch_size": 4,
                 "max_pending": 9,
-                **json.loads(json.dumps(asdict(batcher.stats()))),
+                **json.loads(json.dumps(asdict(stats))),
             }
+            for name, stats in (("linear", batcher.stats()), ("steps", steps.stats()))
         ]
         assert sample["pools"] == [
             {"name": "linear", **json.loads(json.dumps(asdict(pool.stats())))}

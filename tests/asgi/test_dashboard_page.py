@@ -54,13 +54,18 @@ def test_page_shows_a_service_under_load_until_its_end(browser: Browser) -> None
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url)
         expect(page.get_by_role("status")).to_have_text("Ready")
-        for title in ("Answered", "Refused"):
+        for title in ("Answered", "Failed", "Refused"):
             expect(_card(page, title).locator(".value")).to_have_text(re.compile("^[1-9]"))
         expect(page.get_by_role("heading", name="Batcher classifier")).to_be_visible()
         expect(_card(page, "Batch size")).to_contain_text(re.compile(r"\d per batch, at most 8"))
         expect(_card(page, "Queue")).to_contain_text("At 16 it is full")
         expect(_card(page, "Waiting time").locator(".value").last).to_have_text(re.compile("ms$"))
         expect(_card(page, "Requests")).to_contain_text("refused so far: the queue was full")
+        expect(page.get_by_role("heading", name="Batcher writer")).to_be_visible()
+        expect(_card(page, "Parts")).to_contain_text(re.compile(r"[1-9]\S*/s made"))
+        expect(_card(page, "Step size")).to_contain_text(re.compile(r"\d per step, at most 4"))
+        for title in ("Time to first part", "Time between parts", "Step time"):
+            expect(_card(page, title).locator(".value").last).to_have_text(re.compile("m?s$"))
         for index in range(2):
             expect(_card(page, f"Replica {index}, cpu")).to_contain_text("In service")
             worker = _card(page, f"Worker {index}, cpu")
@@ -92,11 +97,17 @@ def _batcher(**changes: Any) -> dict[str, Any]:
         "queued": 0,
         "in_flight": 0,
         "completed": 0,
+        "failed": 0,
         "rejected": {},
         "batch_sizes": {},
         "queue_wait": _SECONDS,
         "compute": _SECONDS,
     } | changes
+
+
+def _continuous(**changes: Any) -> dict[str, Any]:
+    times = {"first_part": _SECONDS, "between_parts": _SECONDS}
+    return _batcher(name="lm") | {"steps": 0, "parts": 0, "preempted": 0} | times | changes
 
 
 def _replica(index: int, **changes: Any) -> dict[str, Any]:
@@ -134,21 +145,26 @@ def _show(page: Page, served: Served, *samples: dict[str, Any]) -> None:
 
 
 def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) -> None:
-    before = _batcher(completed=100, rejected={"queue_full": 5}, batch_sizes={"1": 10, "4": 5})
+    before = _batcher(
+        completed=100, failed=3, rejected={"queue_full": 5}, batch_sizes={"1": 10, "4": 5}
+    )
     after = _batcher(
         queued=3,
         in_flight=8,
         completed=160,
+        failed=4,
         rejected={"queue_full": 9, "max_wait": 1},
         batch_sizes={"1": 20, "4": 15},
     )
     _show(page, served, _sample(10, batchers=[before]), _sample(12, batchers=[after]))
     expect(_card(page, "Answered").locator(".value")).to_have_text("30")
+    expect(_card(page, "Failed").locator(".value")).to_have_text("0.5")
     expect(_card(page, "Refused").locator(".value")).to_have_text("2.5")
     expect(_card(page, "Waiting").locator(".value")).to_have_text("3")
     expect(_card(page, "Loop delay").locator(".value").first).to_have_text("1.2 ms")
-    assert _card(page, "Requests").locator(".value").all_inner_texts() == ["30/s", "2.5/s"]
+    assert _card(page, "Requests").locator(".value").all_inner_texts() == ["30/s", "0.5/s", "2.5/s"]
     assert _card(page, "Requests").locator("li").all_inner_texts() == [
+        "4 failed so far",
         "9 refused so far: the queue was full",
         "1 refused so far: they would have waited longer than max_wait",
     ]
@@ -162,6 +178,30 @@ def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) ->
     times = ["0.5 ms", "20 ms", "1.5 s"]
     assert _card(page, "Waiting time").locator(".value").all_inner_texts() == times
     assert _card(page, "Batch time").locator(".value").all_inner_texts() == times
+
+
+def test_steps_of_a_continuous_batcher(page: Page, served: Served) -> None:
+    before = _continuous(steps=10, parts=20, batch_sizes={"1": 5, "3": 5})
+    after = _continuous(
+        queued=2,
+        in_flight=16,
+        steps=20,
+        parts=70,
+        batch_sizes={"1": 5, "3": 5, "9": 10},
+        preempted=3,
+    )
+    _show(page, served, _sample(10, batchers=[before]), _sample(12, batchers=[after]))
+    assert _card(page, "Queue").locator(".value").all_inner_texts() == ["2", "16"]
+    expect(_card(page, "Queue")).to_contain_text("running")
+    expect(_card(page, "Parts").locator(".value")).to_have_text("25/s")
+    expect(_card(page, "Step size").locator(".value")).to_have_text("9")
+    assert _card(page, "Requests").locator("li").all_inner_texts() == [
+        "3 had to leave the batch for a while: it held too much"
+    ]
+    for title in ("Time to first part", "Time between parts", "Waiting time", "Step time"):
+        times = _card(page, title).locator(".value").all_inner_texts()
+        assert times == ["0.5 ms", "20 ms", "1.5 s"], title
+    expect(_card(page, "Steps by size")).to_contain_text("steps in the time of the charts")
 
 
 def test_counts_of_another_process_make_no_rates(page: Page, served: Served) -> None:
@@ -222,7 +262,8 @@ def test_names_are_shown_as_text(page: Page, served: Served) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     pools = [{"name": name, "replicas": [_replica(0, device=name)]}]
     executors = [{"name": name, "workers": [_worker(name)]}]
-    sample = _sample(10, batchers=[_batcher(name=name)], pools=pools, executors=executors)
+    batchers = [_batcher(name=name), _continuous()]
+    sample = _sample(10, batchers=batchers, pools=pools, executors=executors)
     _show(page, served, sample)
     expect(page.get_by_role("heading", name=f"Batcher {name}")).to_be_visible()
     assert page.locator("img").count() == 0

@@ -360,13 +360,31 @@ async def test_server_that_cancels_the_request_itself_is_obeyed() -> None:
 
 # Only requests that wait for a batcher, unless asked for.
 
-_WAYS = ["call", "gather", "map", "stream", "task group"]
+_WAYS = ["call", "steps", "gather", "map", "stream", "stream of steps", "task group"]
 
 
-async def _ask(batcher: aiopar.Batcher[Any, Any], way: str) -> None:
+class Steps:
+    """A stepper without end, whose states hold an item; `closed` is set when the first leaves."""
+
+    def __init__(self, on_step: Callable[[], object] = lambda: None) -> None:
+        self.on_step = on_step
+        self.closed: aiopar.Future[None] = aiopar.Future()
+
+    def start(self, item: torch.Tensor) -> Iterator[int]:
+        return itertools.count(int(item))
+
+    def step(self, states: list[Iterator[int]]) -> list[int]:
+        self.on_step()
+        return [next(state) for state in states]
+
+    def stop(self, _: Iterator[int]) -> None:
+        self.closed.set_result(None)
+
+
+async def _ask(batcher: Any, way: str) -> None:
     """Ask a batcher for two items."""
     items = [torch.tensor(1), torch.tensor(2)]
-    if way == "call":
+    if way in ("call", "steps"):
         await batcher(items[0])
     elif way == "gather":
         await asyncio.gather(*map(batcher, items))
@@ -374,7 +392,7 @@ async def _ask(batcher: aiopar.Batcher[Any, Any], way: str) -> None:
         async with aiopar.map(batcher, items, concurrency=2) as outputs:
             async for _ in outputs:
                 pass
-    elif way == "stream":
+    elif way.startswith("stream"):
         async with batcher.stream(items[0]) as parts:
             async for _ in parts:
                 pass
@@ -406,9 +424,13 @@ async def test_request_that_waits_for_a_batcher_is_cancelled_once(
             await _release(log)
 
     with Gate() as gate:
-        fn = stream_held if way == "stream" else held
+        made: aiopar.Batcher[Any, Any] | aiopar.ContinuousBatcher[Any, Any, Any]
+        if "steps" in way:
+            made = aiopar.ContinuousBatcher(Steps(gate))
+        else:
+            made = aiopar.Batcher(stream_held if way == "stream" else held)
         async with (
-            aiopar.Batcher(fn) as batcher,
+            made as batcher,
             client_leaves(wire, _OnlyBatchers(app), gate.entered),
         ):
             while not wire.statuses:
@@ -674,13 +696,14 @@ class Unread(Wire):
 @pytest.mark.anyio
 @pytest.mark.parametrize("around", [watched, lambda app: watched(_Logged(app, []))])
 @pytest.mark.parametrize("way", ["async with", "async for"])
+@pytest.mark.parametrize("kind", [Counting, Steps])
 async def test_stream_of_a_suspended_response_is_closed(
-    way: str, around: Callable[[ASGIApp], ASGIApp]
+    way: str, around: Callable[[ASGIApp], ASGIApp], kind: type[Counting] | type[Steps]
 ) -> None:
-    counting, wire = Counting(), Unread()
+    counting, wire = kind(), Unread()
     kept: list[AsyncGenerator[bytes, None]] = []  # as a reference cycle would keep it
 
-    async def parts(batcher: aiopar.Batcher[Any, Any]) -> AsyncGenerator[bytes, None]:
+    async def parts(batcher: Any) -> AsyncGenerator[bytes, None]:
         stream = batcher.stream(torch.zeros(()))
         if way == "async with":
             async with stream:
@@ -690,7 +713,12 @@ async def test_stream_of_a_suspended_response_is_closed(
             async for part in stream:
                 yield b"%d" % part
 
-    async with aiopar.Batcher(counting) as batcher:
+    made: aiopar.Batcher[Any, Any] | aiopar.ContinuousBatcher[Any, Any, Any]
+    if isinstance(counting, Steps):
+        made = aiopar.ContinuousBatcher(counting)
+    else:
+        made = aiopar.Batcher(counting)
+    async with made as batcher:
 
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             kept.append(parts(batcher))

@@ -24,6 +24,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 import aiopar
 from aiopar.asgi import Resource, install, lifespan
 from aiopar.testing import Gate
+from tests.serve.steppers import Counting, Item
 
 from .wire import Wire, get
 
@@ -284,7 +285,9 @@ async def test_health_routes_follow_startup_and_shutdown() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("kind", ["pool", "batcher of a pool", "batcher", "executor"])
+@pytest.mark.parametrize(
+    "kind", ["pool", "batcher of a pool", "steps of a pool", "batcher", "executor"]
+)
 async def test_resource_whose_workers_are_all_stuck_is_not_ready(kind: str) -> None:
     app = Starlette()
     install(app, stuck_after=1e-9)
@@ -298,9 +301,11 @@ async def test_resource_whose_workers_are_all_stuck_is_not_ready(kind: str) -> N
         executor = aiopar.DeviceExecutor(["cpu", "cpu"])
         pool = aiopar.ReplicaPool(Model(), executor=executor)
         function = aiopar.Batcher(Model(), concurrency=2)
+        steps = aiopar.ContinuousBatcher(pool, stepper=lambda _: Counting(lambda _: gate()))
         resources: dict[str, tuple[Resource, Callable[..., Awaitable[Any]]]] = {
             "pool": (pool, pool),
             "batcher of a pool": (aiopar.Batcher(pool), pool),
+            "steps of a pool": (steps, lambda _: steps(Item("one"))),
             "batcher": (function, function),
             "executor": (executor, functools.partial(executor.run_sync, gate)),
         }
@@ -322,6 +327,24 @@ async def test_resource_whose_workers_are_all_stuck_is_not_ready(kind: str) -> N
                 assert answer.json["detail"].startswith("in one call for 1e-09 s: ")
                 assert (await get(app, "/healthz")).status == 200
                 gate.open()
+            assert (await get(app, "/readyz")).status == 200
+
+
+@pytest.mark.anyio
+async def test_stepper_that_is_stuck_in_a_step_is_not_ready() -> None:
+    app = Starlette()
+    install(app, stuck_after=1e-9)
+    with Gate() as gate:
+        batcher = aiopar.ContinuousBatcher(Counting(lambda _: gate()))
+        async with lifespan(batcher, gc_freeze=False)(app), anyio.create_task_group() as tasks:
+            tasks.start_soon(batcher, Item("one"))
+            await gate.entered()
+            answer = await get(app, "/readyz")
+            assert answer.status == 503
+            assert "ContinuousBatcher (resource 0)" in answer.json["detail"]
+            gate.open()
+            while batcher.stats().in_flight:
+                await anyio.lowlevel.checkpoint()
             assert (await get(app, "/readyz")).status == 200
 
 

@@ -71,15 +71,28 @@ async def test_resources_open_in_order_and_drain_in_reverse(events: Events) -> N
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("first", ["executor", "batcher"])
-async def test_batcher_is_drained_before_its_pool_and_executor(first: str) -> None:
+@pytest.mark.parametrize("kind", ["function", "steps"])
+async def test_batcher_is_drained_before_its_pool_and_executor(first: str, kind: str) -> None:
     class Doubling(torch.nn.Module):
         def forward(self, batch: torch.Tensor) -> torch.Tensor:
             return gate(batch * 2)
 
+    class Steps:
+        def __init__(self, module: torch.nn.Module) -> None:
+            self.module = module
+
+        def start(self, item: torch.Tensor) -> torch.Tensor:
+            return item
+
+        def step(self, states: list[torch.Tensor]) -> list[aiopar.Done[torch.Tensor]]:
+            return [aiopar.Done(self.module(item)) for item in states]
+
     gate = Gate()
     executor = aiopar.DeviceExecutor(["cpu"])
     pool = aiopar.ReplicaPool(Doubling(), executor=executor)
-    batcher = aiopar.Batcher(pool, max_batch_size=1)
+    batcher: Any = aiopar.Batcher(pool, max_batch_size=1)
+    if kind == "steps":
+        batcher = aiopar.ContinuousBatcher(pool, stepper=Steps, max_batch_size=1)
     app = Starlette()
     given = executor, pool, batcher
     run = lifespan(*(given if first == "executor" else given[::-1]))
