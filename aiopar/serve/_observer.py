@@ -1,4 +1,4 @@
-"""Observers of a `Batcher`: metrics, tracing, progress."""
+"""Observers of a batcher: metrics, tracing, progress."""
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -74,7 +74,7 @@ class BatchInfo:
 
 
 class BatchObserver:
-    """Base class for observers of a `Batcher`: override the methods of the events you need.
+    """Base class for observers of a batcher: override the methods of the events you need.
 
     The events of an item are `enqueue`, then `completed`, each exactly once. Both come at once for
     an item that ends before it is queued, because its pool does not open or `batch_key` raises.
@@ -83,6 +83,9 @@ class BatchObserver:
     then `ended`. The function runs several times only after an error. The batch completes its items
     after `ended`, but a reader of a stream may leave before `ended`. If the replica of a batch
     fails, its items come in a second batch.
+
+    Each step of a `ContinuousBatcher` is a batch, so an item is in many batches. Items that go on
+    with the next step are neither outputs nor errors.
 
     Each method is called in the thread where the event happens and delays this thread, so keep it
     short. Exceptions of a method are logged and otherwise ignored.

@@ -171,13 +171,13 @@ async def test_each_step_is_a_batch_and_items_lead_to_the_step_in_which_they_joi
     ):
         tasks.start_soon(batcher, Item("a", 3))
         await gate.entered()
-        tasks.start_soon(batcher, Item("b", 1))
+        tasks.start_soon(batcher, Item("b", 2))
         await until(lambda: batcher.stats().queued == 1)
     timeline = await read(path)
-    assert timeline.names("cpu:0") == ["fn x 1", "fn x 2", "fn x 1"]
+    assert timeline.names("cpu:0") == ["fn x 1", "fn x 2", "fn x 2"]
     assert [bar["args"] for bar in timeline.bars("cpu:0")] == [
         {"batcher": "fn", "size": size, "joined": joined, "outputs": outputs, "errors": 0}
-        for size, joined, outputs in [(1, 1, 0), (2, 1, 1), (1, 0, 1)]
+        for size, joined, outputs in [(1, 1, 0), (2, 1, 0), (2, 0, 2)]
     ]
     begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
     ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2)]
