@@ -6,10 +6,12 @@ import weakref
 from collections.abc import Generator
 from typing import Any
 
+import anyio
 import pytest
 import torch
+from opentelemetry.context import Context
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, Sampler
@@ -247,6 +249,27 @@ async def test_spans_of_an_item_of_a_continuous_batcher() -> None:
         "expired",
     ]
     assert len(traces._exporter.get_finished_spans()) == 6, "no span of a step"
+
+
+@on_asyncio
+async def test_run_of_a_caller_that_leaves_while_its_item_joins_ends() -> None:
+    class Joining(SpanProcessor):
+        def on_start(self, span: Span, parent_context: Context | None = None) -> None:
+            if isinstance(span, ReadableSpan) and span.name == "run steps":
+                gate()
+
+    traces, gate = Traces(), Gate()
+    traces.provider.add_span_processor(Joining())
+    async with ContinuousBatcher(CountingSteps(), name="steps") as batcher:
+        OpenTelemetryTracing(batcher, tracer_provider=traces.provider)
+        async with held(gate) as tasks:
+            tasks.start_soon(batcher, Item("gone"))
+            await gate.entered()
+            tasks.cancel_scope.cancel()
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+        await until(lambda: batcher.stats().in_flight == 0)
+    assert (traces.one("run steps").attributes or {})["aiopar.outcome"] == "cancelled"
 
 
 @on_asyncio
