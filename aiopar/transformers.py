@@ -1,5 +1,6 @@
 """`CausalLM`: language models of transformers, stepped by `ContinuousBatcher`."""
 
+import collections
 import inspect
 import itertools
 import math
@@ -12,8 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 
 try:
-    from tokenizers.decoders import DecodeStream
-    from transformers import Cache, PreTrainedModel
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
     from transformers.cache_utils import get_layer_types_and_kwargs
 except ModuleNotFoundError as error:
     raise ImportError(
@@ -132,8 +132,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
     Args:
         model: A `PreTrainedModel` in evaluation mode, on one device, with attention by "sdpa" or
             "eager".
-        tokenizer: A tokenizer with a Rust backend, as `AutoTokenizer` gives. None: prompts are
-            ids, and texts are empty.
+        tokenizer: The model's tokenizer. None: prompts are ids, and texts are empty.
         prefill_tokens: How many tokens of prompts a step computes, padding included.
 
     Raises:
@@ -163,11 +162,8 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         _check_model(model)
         self._model = model
         self._tokenizer = tokenizer
-        if tokenizer is not None and getattr(tokenizer, "backend_tokenizer", None) is None:
-            raise TypeError(
-                "tokenizer must have a Rust backend (tokenizer.is_fast), "
-                f"not {type(tokenizer).__name__}"
-            )
+        if tokenizer is not None:
+            check_instance("tokenizer", tokenizer, PreTrainedTokenizerBase)
         self._prefill_tokens = check_int("prefill_tokens", prefill_tokens, at_least=1)
         self._config = model.config.get_text_config(decoder=True)
         self._context = _context(self._config)
@@ -243,8 +239,8 @@ class CausalLM(Stepper[Prompt, Any, Token]):
             choices = [_choose(*self._forward(work)) for work in works]
         for row, count in itertools.chain(*works):
             row.cached += count
-        parts = {row: self._part(row, choice) for row, choice in itertools.chain(*choices)}
-        return [parts.get(row) for row in states]
+        chosen = collections.ChainMap(*choices)
+        return [self._part(row, chosen[row]) if row in chosen else None for row in states]
 
     def _plan(self, states: list["_Row"]) -> "tuple[_Work, _Work]":
         """How many tokens of which rows to compute: of those that decode, and of prompts."""
@@ -320,8 +316,8 @@ class CausalLM(Stepper[Prompt, Any, Token]):
 
     def _part(self, row: "_Row", choice: "_Choice") -> Token | Done[Completion] | Exception:
         """Append the chosen token to the row."""
-        if not math.isfinite(choice.score):
-            return FloatingPointError(f"the model's logits are {choice.score}")
+        if not math.isfinite(choice.peak):
+            return FloatingPointError(f"the largest of the model's logits is {choice.peak}")
         row.ids.append(choice.id)
         ended = choice.id in self._ends and not row.prompt.ignore_eos
         text = "" if ended else row.text.push(choice.id)
@@ -365,28 +361,35 @@ class _Row:
 
 
 _Work: TypeAlias = list[tuple[_Row, int]]  # how many tokens of each row are computed
-_Logprobs: TypeAlias = tuple[float | None, tuple[tuple[int, float], ...] | None]
 
 
 class _Text:
     """Text from tokens, one by one. It ends before a stop string."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int], stop: Sequence[str]) -> None:
-        self._backend = tokenizer and tokenizer.backend_tokenizer
-        # What comes before decides whether the first token begins with a space.
-        self._decoder = DecodeStream(ids=list(before[-8:]), skip_special_tokens=True)
+        self._tokenizer = tokenizer
         self._stop = stop
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
+        # The text before decides about spaces, so the last tokens that are known are decoded again.
+        self._known: list[int] = list(before[-8:])
+        self._new: list[int] = []
+        self._length = len(self._decoded())  # of the text of the known tokens
+
+    def _decoded(self) -> str:
+        ids = self._known + self._new
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        return self._tokenizer.decode(ids, **options) if self._tokenizer else ""
 
     def push(self, token: int) -> str:
         """Return the text that is sure now."""
-        text = self._backend and self._decoder.step(self._backend, token)
-        if not text:
-            return ""
-        if not self._stop:
-            return text
-        text = self._held + text
+        self._new.append(token)
+        text = self._decoded()
+        if len(text) <= self._length or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""  # the token is a special one, or a part of a character
+        text = self._held + text[self._length :]
+        self._known, self._new = self._new, []
+        self._length = len(self._decoded())
         found = [text.index(stop) for stop in self._stop if stop in text]
         self.stopped = bool(found)
         sure = min(found) if found else len(text) - self._overlap(text)
@@ -400,11 +403,11 @@ class _Text:
 
     def _overlap(self, text: str) -> int:
         """How many characters at the end of `text` may begin a stop string."""
-        longest = min(len(text), max(map(len, self._stop)) - 1)
-        beginnings = (
-            n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stop)
-        )
-        return next(beginnings, 0)
+        longest = min(len(text), max(map(len, self._stop), default=1) - 1)
+        for length in range(longest, 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
 
 
 class _Slots(Cache):
@@ -469,39 +472,36 @@ class _Slots(Cache):
 
 
 class _Choice(NamedTuple):
-    """The next token of a row."""
+    """The next token of a row, and the largest of its logits."""
 
     id: int
-    score: float
+    peak: float
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] | None = None
 
 
-def _choose(ready: dict[_Row, int], logits: torch.Tensor) -> list[tuple[_Row, _Choice]]:
+def _choose(ready: dict[_Row, int], logits: torch.Tensor) -> dict[_Row, _Choice]:
     """Choose the next token of each row; a number is the index of its logits."""
     scores = logits.float()
     if scores.device.type == "cpu":
         best = torch.from_numpy(scores.numpy().argmax(-1))  # torch's own takes ten times as long
     else:
         best = scores.argmax(-1)
+    peaks = scores.gather(1, best[:, None])[:, 0].tolist()
     for row, i in ready.items():
-        if row.prompt.temperature > 0:
+        if row.prompt.temperature > 0 and math.isfinite(peaks[i]):
             best[i] = _draw(scores[i], row.prompt, row.draw())
     tokens = best.tolist()
-    heights = scores.gather(1, best[:, None])[:, 0].tolist()
-    return [
-        (row, _Choice(tokens[i], heights[i], *_logprobs(scores[i], tokens[i], row.prompt.logprobs)))
-        for row, i in ready.items()
-    ]
-
-
-def _logprobs(scores: torch.Tensor, token: int, count: int | None) -> _Logprobs:
-    """The log probability of the token, and those of the `count` most likely ones."""
-    if count is None:
-        return None, None
-    logprobs = scores.log_softmax(-1)
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    return float(logprobs[token]), tuple(zip(ids.tolist(), values.tolist(), strict=True))
+    choices = {}
+    for row, i in ready.items():
+        logprob = top = None
+        if row.prompt.logprobs is not None:
+            logprobs = scores[i].log_softmax(-1)
+            logprob = float(logprobs[tokens[i]])
+            values, ids = logprobs.topk(min(row.prompt.logprobs, len(logprobs)))
+            top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        choices[row] = _Choice(tokens[i], peaks[i], logprob, top)
+    return choices
 
 
 def _draw(scores: torch.Tensor, prompt: Prompt, chance: float) -> torch.Tensor:

@@ -145,7 +145,10 @@ def test_nan_fails_its_own_request_and_reaches_no_other() -> None:
     healthy = [Prompt([9] * n, max_tokens=12) for n in (30, 4, 3)]
     expected = [generate(model, each) for each in healthy]
     mate = stepper.start(healthy[0])
-    bad = [stepper.start(Prompt(tokens, max_tokens=9)) for tokens in ([9, 9, 5, 9, 9], [5] * 20)]
+    bad = [
+        stepper.start(Prompt([9, 9, 5, 9, 9], max_tokens=9)),
+        stepper.start(Prompt([5] * 20, max_tokens=9, temperature=1.0, top_p=0.5)),
+    ]
     tokens, *failures = stepper.step([mate, *bad])
     assert isinstance(tokens, Token)
     assert all(isinstance(failure, FloatingPointError) for failure in failures)
@@ -251,6 +254,15 @@ def test_characters_of_several_tokens_come_whole() -> None:
     assert (done.finish_reason, done.prompt_tokens) == ("stop", 1)
     assert done.tokens[-1] == Token(1, "", finish_reason="stop")
     assert {token.finish_reason for token in done.tokens[:-1]} == {None}
+
+
+def test_a_prompt_may_end_and_a_model_may_write_within_a_character() -> None:
+    fox = TOKENIZER("🦊").input_ids
+    script = [*fox, *fox[:2], *TOKENIZER("a").input_ids, *fox[1:], 1]
+    stepper = CausalLM(speaker(script, len(TOKENIZER)), TOKENIZER)
+    [done] = serve(stepper, [Prompt(fox[:2], max_tokens=len(script) - 2)])
+    assert done.text == "�a"
+    assert len(done.tokens) == len(script) - 2
 
 
 @pytest.mark.parametrize(
@@ -390,7 +402,7 @@ def test_models_that_cannot_run_are_refused(make: Any, error: type[Exception], w
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="prefill_tokens must be at least 1"):
         CausalLM(tiny(), prefill_tokens=0)
-    with pytest.raises(TypeError, match=r"tokenizer must have a Rust backend .*, not str"):
+    with pytest.raises(TypeError, match="tokenizer must be a PreTrainedTokenizerBase, not str"):
         CausalLM(tiny(), "gpt2")
 
 
