@@ -110,7 +110,7 @@ async def test_an_awaited_item_gets_the_result_and_a_stream_gets_the_parts() -> 
         assert await read_all(batcher.stream(item)) == item.parts()
         assert await batcher(item) == "a done"
         stats = batcher.stats()
-        assert (stats.steps, stats.parts, stats.batch_sizes) == (10, 4, {1: 10})
+        assert (stats.steps, stats.parts, stats.batch_sizes) == (10, 6, {1: 10})
         assert (stats.completed, stats.queued, stats.in_flight) == (2, 0, 0)
 
 
@@ -479,12 +479,10 @@ async def test_a_bound_needs_a_stepper_that_tells_what_is_held() -> None:
         def step(self, states: list[int]) -> list[Any]:
             return [aiopar.Done(state) for state in states]
 
-    async with current_executor(["cpu"]):
-        async with aiopar.ContinuousBatcher(Plain()) as batcher:
-            assert await batcher(3) == 3
-        async with aiopar.ContinuousBatcher(Plain(), max_batch_cost=5) as batcher:
-            with pytest.raises(ValueError, match="needs a stepper with a method held"):
-                await batcher(3)
+    async with current_executor(["cpu"]), aiopar.ContinuousBatcher(Plain()) as batcher:
+        assert await batcher(3) == 3
+    with pytest.raises(ValueError, match="needs a stepper with the method held"):
+        aiopar.ContinuousBatcher(Plain(), max_batch_cost=5)
 
 
 async def test_out_of_memory_parks_the_newest_half_and_the_limit_is_learned() -> None:
