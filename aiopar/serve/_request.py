@@ -127,7 +127,6 @@ class Request:
         waited = monotonic() - self.arrived
         where = "in the queue" if self.skipped else "in a batch that was running"
         self.fail_at_once(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
-        self._leave_audience()
 
     def fail_at_once(self, error: BaseException) -> None:
         """Set the error; outputs that the caller has not read are dropped."""
@@ -154,6 +153,7 @@ class Request:
             audience.leave(self)
 
     def _settle(self) -> None:
+        self._leave_audience()  # which may refer to this request
         self.awaiter.deliver()
         self.done = True
 

@@ -66,6 +66,12 @@ class Ticked:
             elif result is not None:
                 self.parts.append((key, result))
 
+    def clear(self) -> None:
+        """Forget the results: the frames of an error's traceback hold this object."""
+        self.parts.clear()
+        self.ended.clear()
+        self.failure = None
+
 
 class StepBatch:
     """The states of the requests that run on one stepper.
@@ -139,13 +145,13 @@ class StepBatch:
         for key in left:
             self._remove(stepper, key)
         self._start(stepper, joining, ticked)
+        del joining  # an error's traceback holds this frame
         fitting = self._fitting(stepper, [key for key in keys if key in self._states])
         if fitting:
             self._step(stepper, fitting, ticked, None)
-            if not ticked.size and ticked.ended:
-                error = ticked.ended[-1][1]
-                ticked.failure = error if isinstance(error, BaseException) else None
-        for key, _ in ticked.ended:
+            if not ticked.size:
+                ticked.failure = _error_in(ticked)
+        for key in [key for key, _ in ticked.ended]:
             self._remove(stepper, key)
         self._bound(stepper, keys, ticked)
         ticked.held, ticked.parked = self._total, len(self._parked)
@@ -253,12 +259,21 @@ class StepBatch:
         """Step these states, in halves after an error; `first` is the error of a larger batch."""
         try:
             results = self._results(stepper, keys)
-        except (Exception, SystemExit) as raised:  # noqa: BLE001  # the callers get every error
-            error: BaseException = own_traceback(raised)
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the callers get every error
+            self._failed(stepper, keys, ticked, own_traceback(error), first)
         else:
             self._group.succeeded(len(keys))
             ticked.add(keys, results)
-            return
+
+    def _failed(
+        self,
+        stepper: AnyStepper,
+        keys: list[int],
+        ticked: Ticked,
+        error: BaseException,
+        first: BaseException | None,
+    ) -> None:
+        """The step of these states has raised `error`: step the halves, or give up."""
         half = len(keys) // 2
         full = isinstance(error, torch.OutOfMemoryError)
         if full and half:
@@ -318,16 +333,28 @@ def _stop(stepper: AnyStepper, state: Any) -> None:
             logger.error("a stepper failed when a state was stopped", exc_info=error)
 
 
+def _error_in(ticked: Ticked) -> BaseException | None:
+    """The latest error of a request."""
+    ends = [end for _, end in ticked.ended if isinstance(end, BaseException)]
+    return ends[-1] if ends else None
+
+
 def _sendable(end: Done[Any] | BaseException) -> Done[Any] | BaseException:
     return portable_error(end) if isinstance(end, BaseException) else end
 
 
 def tick(batch: StepBatch, *args: Any) -> Ticked:
     """One tick of a batch without a pool; runs on the host of its worker."""
-    return batch.tick(None, *args)
+    try:
+        return batch.tick(None, *args)
+    finally:
+        del args  # an error's traceback holds this frame
 
 
 def tick_on_replica(call: Any, batch: StepBatch, *args: Any) -> Ticked:
     """One tick of the batch of a replica; runs on the host of its worker."""
-    with torch.inference_mode() if call.inference_mode else nullcontext():
-        return batch.tick(call.module, *args)
+    try:
+        with torch.inference_mode() if call.inference_mode else nullcontext():
+            return batch.tick(call.module, *args)
+    finally:
+        del args  # an error's traceback holds this frame

@@ -88,6 +88,8 @@ class StepRunner(Runner):
         else:
             arguments = self.steps, *args
             ticked = replica.run(module, caller, tick_on_replica, arguments, _failure_of)
+            del arguments
+        del args  # an error's traceback holds this frame
         if ticked.forgotten:
             raise WorkerLost("the worker was lost between two steps")
         return ticked
@@ -229,7 +231,8 @@ class StepRun:
             return  # its state has ended
         self._left.append(one)
         call = self._call
-        if call is not None and all(request.done for request in self.requests):
+        others = [request for request in self.requests if request is not one.request]
+        if call is not None and all(request.done for request in others):
             call.leave()  # `kill_after` may end a step on a host
         self.kick()
 
@@ -289,26 +292,26 @@ class StepRun:
             # The step runs after the newcomers' work, and the callers' later work after the step.
             call.streams = tuple(streams_of(self.requests))
             worker.launches.order(call.streams, tensors([one.request.item for one in joined]))
-        joining: list[Joining] = [
-            (one.key, one.request.item, one.produced or None) for one in joined
-        ]
-        arguments = known, left, joining, [one.key for one in steps]
+        arguments = known, left, [one.joining for one in joined], [one.key for one in steps]
         self._fresh = False
         watch = self._watch(steps, joined, worker, now) if steps else None
-        self.began = now
+        changed, size, self.began = bool(left or joined), len(steps), now
+        del joined, steps  # an error's traceback holds this frame
         try:
-            ticked = self._run(watch, len(steps), arguments)
+            ticked = self._run(watch, size, arguments)
         except BaseException as error:
             if watch is not None:
                 watch.ended(0, 0, error)
             raise
         finally:
             self.began = 0.0
-            del joining, arguments  # an error's traceback holds this frame
+            del arguments
         call.deliveries = self._handle(ticked, now, watch)
-        if self.running and (left or joined or ticked.size or ticked.ended):
+        if self.running and (changed or ticked.size or ticked.ended):
             call.goes_on = True
             self._put()
+        ticked.clear()
+        watch = None
 
     def _gone(self) -> list[RunningRequest]:
         """The requests that have left."""

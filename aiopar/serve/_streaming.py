@@ -77,10 +77,6 @@ class StreamRequest(Request):
         self.result.clear()
         self.failure = None
 
-    def _settle(self) -> None:
-        self._leave_audience()
-        super()._settle()
-
 
 Part_co = TypeVar("Part_co", covariant=True)
 _Begin: TypeAlias = Callable[[], Coroutine[Any, Any, StreamRequest]]

@@ -119,7 +119,7 @@ async def held(batcher: Batcher[Any, Any]) -> AsyncIterator[None]:
         yield
 
 
-async def idle(batcher: Batcher[Any, Any]) -> None:
+async def idle(batcher: Batcher[Any, Any] | aiopar.ContinuousBatcher[Any, Any, Any]) -> None:
     """Wait until no item waits or runs."""
     await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
 
