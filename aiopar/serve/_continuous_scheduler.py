@@ -71,7 +71,7 @@ class ContinuousScheduler(Scheduler):
 
     def _join(self, run: StepRun) -> list[RunningRequest]:
         """Let the next requests join: as many as there is room for, and no more than a share."""
-        if run.full and run.running:
+        if not self._queue or (run.full and run.running):
             return []
         joined: list[RunningRequest] = []
         now, held = monotonic(), run.held if run.running else 0.0
