@@ -329,8 +329,7 @@ async def test_replicas_preempted_by_their_memory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.asyncio
-async def test_real_weights() -> None:
+def test_real_weights() -> None:
     folder = smollm2()
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
@@ -346,8 +345,13 @@ async def test_real_weights() -> None:
         )
         for question in questions * 2
     ]
-    async with ContinuousBatcher(CausalLM(model, tokenizer), max_batch_size=4) as batcher:
-        completions = await asyncio.gather(*map(batcher, wanted))
+
+    async def complete() -> list[Completion]:
+        stepper = CausalLM(model, tokenizer, prefill_tokens=64)
+        async with ContinuousBatcher(stepper, max_batch_size=4) as batcher:
+            return await asyncio.gather(*map(batcher, wanted))
+
+    completions = asyncio.run(complete())
     assert completions[0].text == "The capital of France is Paris."
     assert [ids(done.tokens) for done in completions] == [generate(model, each) for each in wanted]
 
