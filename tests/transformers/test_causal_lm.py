@@ -349,7 +349,7 @@ def test_real_weights() -> None:
     async def complete() -> list[Completion]:
         stepper = CausalLM(model, tokenizer, prefill_tokens=64)
         async with ContinuousBatcher(stepper, max_batch_size=4) as batcher:
-            return await asyncio.gather(*map(batcher, wanted))
+            return [*await asyncio.gather(*map(batcher, wanted))]
 
     completions = asyncio.run(complete())
     assert completions[0].text == "The capital of France is Paris."

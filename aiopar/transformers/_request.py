@@ -1,0 +1,101 @@
+"""`Prompt`, and what becomes of it: `Token` and `Completion`."""
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from .._base.arguments import as_int, check_instance, check_int, check_number
+
+FinishReason: TypeAlias = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A request for `CausalLM`.
+
+    Args:
+        prompt: Text, or token ids. Text is tokenized as `tokenizer(text)` does it, special tokens
+            included; for a chat, give the ids of `tokenizer.apply_chat_template`.
+        max_tokens: How many tokens to generate at most.
+        temperature: 0 takes the most likely token; above 0, tokens are drawn.
+        top_k: Draw from the `top_k` most likely tokens only. 0: from all.
+        top_p: Draw from the fewest tokens whose probabilities sum up to `top_p`.
+        stop: Strings that end the text. The text does not contain them.
+        seed: Makes draws repeatable. They do not depend on what else runs in the batch.
+        logprobs: Give each token its log probability, and those of so many alternatives.
+        ignore_eos: Go on to `max_tokens`, whatever the model says.
+
+    Raises:
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has a wrong value.
+    """
+
+    prompt: str | Sequence[int]
+    max_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: str | Sequence[str] = ()
+    seed: int | None = None
+    logprobs: int | None = None
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.prompt, str):
+            ids = tuple(map(operator.index, self.prompt))
+            object.__setattr__(self, "prompt", ids)  # the dataclass is frozen
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
+        for text in stop:
+            check_instance("stop", text, str)
+            if not text:
+                raise ValueError(f"stop must be strings that are not empty, got {self.stop!r}")
+        check_int("max_tokens", self.max_tokens, at_least=1)
+        check_int("top_k", self.top_k, at_least=0)
+        if check_number("temperature", self.temperature, zero=True) == math.inf:
+            raise ValueError("temperature must be finite")
+        if check_number("top_p", self.top_p, zero=False) > 1:
+            raise ValueError(f"top_p must be at most 1, got {self.top_p}")
+        if self.logprobs is not None:
+            check_int("logprobs", self.logprobs, at_least=0)
+        if self.seed is not None:
+            as_int("seed", self.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A generated token: one part of `batcher.stream(Prompt(...))`.
+
+    Attributes:
+        id: The token's id.
+        text: The text that has become sure by this token. Empty while a character is incomplete,
+            or while a stop string may have begun.
+        logprob: The log probability, before temperature, `top_k` and `top_p`. None: not asked for.
+        top_logprobs: Ids and log probabilities of the most likely tokens, if asked for.
+        finish_reason: Of the last token: that of its `Completion`.
+    """
+
+    id: int
+    text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The result of `await batcher(Prompt(...))`.
+
+    Attributes:
+        text: The texts of `tokens`, joined.
+        tokens: The generated tokens. The last one is the end-of-sequence token if that ended it.
+        finish_reason: "stop": an end-of-sequence token or a stop string; "length": `max_tokens`.
+        prompt_tokens: How many tokens the prompt has.
+    """
+
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
