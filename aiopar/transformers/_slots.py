@@ -13,7 +13,7 @@ class Slots(Cache):
     The attributes say what the next forward needs.
     """
 
-    capacity: tuple[int, int]  # at least so many slots and positions
+    capacity: tuple[int, int]  # so many slots and positions are in use
     target: tuple[torch.Tensor, torch.Tensor]  # the slots and positions that are written
     source: tuple[Any, slice]  # the slots and positions that are read
 
@@ -32,25 +32,24 @@ class Slots(Cache):
         """Write keys and values [row, head, position, feature] of a layer; return those to read."""
         states = [key_states.transpose(1, 2), value_states.transpose(1, 2)]
         old = self._buffers.get(layer_idx) or [new[:0, :0] for new in states]
-        buffers = [self._grown(*pair) for pair in zip(old, states, strict=True)]
+        buffers = [self._fitted(*pair) for pair in zip(old, states, strict=True)]
         self._buffers[layer_idx] = buffers
         for buffer, new in zip(buffers, states, strict=True):
             buffer.index_put_(self.target, new)
         keys, values = (buffer[self.source].transpose(1, 2) for buffer in buffers)
         return keys, values
 
-    def _grown(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The buffer, or a larger one with its content: the next powers of two."""
-        slots, places = self.capacity
-        if len(buffer) >= slots and buffer.shape[1] >= places:
+    def _fitted(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The buffer, or one of another size with its content: the next powers of two."""
+        slots, places = (1 << (size - 1).bit_length() for size in self.capacity)
+        small = len(buffer) < slots or buffer.shape[1] < places
+        if not small and len(buffer) <= 4 * slots and buffer.shape[1] <= 4 * places:
             return buffer
-        slots, places = (
-            1 << (max(pair) - 1).bit_length()
-            for pair in zip(buffer.shape[:2], self.capacity, strict=True)
-        )
-        larger = states.new_zeros(slots, places, *states.shape[2:])
-        larger[: len(buffer), : buffer.shape[1]] = buffer
-        return larger
+        if small:  # in one direction; the other one may be large enough already
+            slots, places = max(slots, len(buffer)), max(places, buffer.shape[1])
+        fitted = states.new_zeros(slots, places, *states.shape[2:])
+        fitted[: len(buffer), : buffer.shape[1]] = buffer[:slots, :places]
+        return fitted
 
     def free(self, slot: int, last: int, places: int) -> None:
         """Move the first places of slot `last` into `slot`, and make those of `last` zero.

@@ -1,6 +1,7 @@
 """`CausalLM`: batches of language models, against what transformers generates for each prompt."""
 
 import asyncio
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -90,6 +91,35 @@ def test_a_long_prompt_holds_up_nobody() -> None:
     firsts = [[part[i] is not None for part in parts].index(True) for i in range(1, 5)]
     assert firsts == [3, 5, 6, 6]  # 16 tokens a step, the oldest first, together if they fit
     assert all(rows * width <= 16 for rows, width in shapes if width > 1)
+
+
+def test_memory_follows_what_runs() -> None:
+    model = tiny()
+    stepper = CausalLM(model)
+    options: dict[str, Any] = {"max_tokens": 20, "ignore_eos": True}
+    before = _bytes()
+    short = stepper.start(Prompt([3], **options))
+    stepper.step([short])
+    few = _bytes() - before
+    long = [stepper.start(Prompt([3] * 100, **options)) for _ in range(5)]
+    while None in stepper.step([short, *long]):
+        pass
+    assert _bytes() - before > 100 * few
+    for state in long:
+        stepper.stop(state)
+    parts = [stepper.step([short])[0] for _ in range(5)]
+    assert _bytes() - before < 20 * few
+    assert ids(short.tokens) == generate(model, Prompt([3], max_tokens=20))[: len(short.tokens)]
+    assert all(isinstance(part, Token) for part in parts)
+    stepper.stop(short)
+    assert _bytes() - before < few
+
+
+def _bytes() -> int:
+    """How much memory all tensors have."""
+    gc.collect()
+    tensors = [each for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum(each.untyped_storage().nbytes() for each in tensors)
 
 
 def test_padding_may_reach_beyond_the_context() -> None:
