@@ -54,13 +54,14 @@ if typing.TYPE_CHECKING:
     from . import ray as ray
     from .data import map  # noqa: A004
     from .remote import ProcessExecutor
-    from .serve import Batcher, ContinuousBatcher, Done, ReplicaPool, Stepper, trace
+    from .serve import Batcher, ContinuousBatcher, Done, ModelStore, ReplicaPool, Stepper, trace
 else:
     # Loaded when first used: they are half of the import time, and not every program needs them.
     _LATER = {
         "Batcher": "serve",
         "ContinuousBatcher": "serve",
         "Done": "serve",
+        "ModelStore": "serve",
         "ProcessExecutor": "remote",
         "ReplicaPool": "serve",
         "Stepper": "serve",
@@ -100,6 +101,7 @@ __all__ = [
     "HostInfo",
     "InvalidInput",
     "Iteration",
+    "ModelStore",
     "OutputMismatch",
     "Overloaded",
     "Parallel",

@@ -66,7 +66,7 @@ class Overloaded(QueueFull):
 
 
 class DeadlineExceeded(TimeoutError):
-    """An item had no result within its caller's `timeout`."""
+    """An item had no result, or a model of a `ModelStore` was not ready, within `timeout`."""
 
 
 class ReaderTooSlow(RuntimeError):

@@ -106,7 +106,7 @@ def test_repr(make: Callable[[], object], shown: str) -> None:
     "kind",
     [
         *(aiopar.DeviceExecutor, aiopar.Parallel, aiopar.as_completed, Pipeline, AsyncDataLoader),
-        *(Batcher, ReplicaPool, Gate, Sequencer),
+        *(Batcher, ReplicaPool, aiopar.ModelStore, Gate, Sequencer),
     ],
 )
 def test_repr_of_a_half_made_object(kind: type[object]) -> None:

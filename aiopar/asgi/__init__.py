@@ -4,10 +4,10 @@ The extra `fastapi` installs Starlette. Starlette alone is enough.
 """
 
 try:
+    from ..serve._resource import Resource
     from ._app import install
     from ._disconnect import DisconnectMiddleware, cancel_on_disconnect
     from ._lifespan import add_resources, lifespan, remove_resources
-    from ._service import Resource
 except ModuleNotFoundError as error:
     raise ImportError("aiopar.asgi needs Starlette: pip install 'aiopar[fastapi]'") from error
 

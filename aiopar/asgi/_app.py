@@ -77,9 +77,10 @@ def install(
       request asks for: all metrics, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
       set, these are the metrics of all processes. Without the extra `metrics` there is no route.
     - `dashboard="/aiopar"` adds a live page for operators: requests, failures, refusals, queue,
-      batch sizes and durations of each batcher; steps and parts of a `ContinuousBatcher`;
-      replicas, workers, and the delay of the event loop. The page shows the resources of `lifespan`
-      in this process; nothing runs while no page is open. Protect the page: it has no login.
+      batch sizes and durations of each batcher; steps and parts of a `ContinuousBatcher`; models
+      of a `ModelStore`; replicas, workers, and the delay of the event loop. The page shows the
+      resources of `lifespan` in this process; nothing runs while no page is open. Protect the page:
+      it has no login.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
       The cleanup of the endpoint runs to its end. `install` adds it as the innermost middleware.
     - While the service drains, responses ask for their connection to be closed. The server's own

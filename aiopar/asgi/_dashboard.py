@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..executor._worker import Worker
-from ..serve import ReplicaPool
+from ..serve import ModelStore, ReplicaPool
 from ..serve._base_batcher import BaseBatcher
 from ..serve._prometheus import worker_pools
 from ._service import Service
@@ -105,6 +105,11 @@ def _statistics(service: Service, loop_delay: float | None) -> dict[str, Any]:
         "loop_delay": loop_delay,
         "batchers": [_batcher(one) for one in dict.fromkeys(batchers)],
         "pools": [{"name": one.name, **asdict(one.stats())} for one in dict.fromkeys(pools)],
+        "stores": [
+            {"name": one.name, **asdict(one.stats())}
+            for one in resources
+            if isinstance(one, ModelStore)
+        ],
         "executors": [
             {"name": one.thread_name_prefix, "workers": [_worker(each) for each in one.workers]}
             for one in worker_pools(resources)

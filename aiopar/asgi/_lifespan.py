@@ -20,7 +20,8 @@ from ..executor._loop_tasks import Tasks
 from ..futures._wakeup import Awaiter, awaiter_here
 from ..serve import ReplicaPool
 from ..serve._base_batcher import BaseBatcher
-from ._service import GRACE, OpenResources, Resource, Service, service_of
+from ..serve._resource import Resource
+from ._service import GRACE, OpenResources, Service, service_of
 
 _freezing: deque[None] = deque()  # one element for each application that keeps objects frozen
 

@@ -4,42 +4,15 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
 from starlette.applications import Starlette
 
 from ..errors import ServiceClosed
+from ..serve import ModelStore
+from ..serve._resource import Resource
 
 GRACE = 1.0  # seconds for each step of a shutdown that has no time left to drain
-
-
-@runtime_checkable
-class Resource(Protocol):
-    """A resource that `lifespan` opens and drains: a `Batcher`, a `ReplicaPool`, or your class.
-
-    It is opened at each start of the application, and closed at the end.
-    """
-
-    @property
-    def ready(self) -> bool:
-        """Whether it is warmed up and takes requests."""
-
-    @property
-    def alive(self) -> bool:
-        """False when it can never serve again in this process."""
-
-    async def __aenter__(self) -> Any:
-        """Open it. It is ready when this returns."""
-
-    async def aclose(self, *, drain: bool = True, timeout: float | None = None) -> None:  # noqa: ASYNC109 - of the drain
-        """Take no new requests, then finish those that were taken, then close.
-
-        May be called again during the drain: `drain=False` or a shorter `timeout` ends it early.
-
-        Args:
-            drain: Whether to finish the requests. If False, they get `ServiceClosed`.
-            timeout: Seconds after which requests that still wait get `ServiceClosed`.
-        """
 
 
 class OpenResources:
@@ -130,12 +103,16 @@ class Service:
 
     @property
     def resources(self) -> list[Resource]:
-        """The resources of all lifespans."""
-        return [resource for one in self.lifespans for resource in one.resources]
+        """The resources of all lifespans, and the models that are loaded in their stores."""
+        return [resource for _, resource in self._named()]
 
     def _named(self) -> Iterator[tuple[str, Resource]]:
-        for index, resource in enumerate(self.resources):
+        resources = [resource for one in self.lifespans for resource in one.resources]
+        for index, resource in enumerate(resources):
             yield f"{type(resource).__name__} (resource {index})", resource
+            if isinstance(resource, ModelStore):
+                for stored in resource._ready_models:
+                    yield f"model {stored.name!r} of resource {index}", stored.parts[0]
 
 
 def service_of(app: Starlette) -> Service:

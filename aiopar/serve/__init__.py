@@ -3,10 +3,19 @@
 from .._base.collate import collate, pad_collate, unbatch
 from ._batcher import Batcher
 from ._continuous import ContinuousBatcher
+from ._model_store import ModelStore
 from ._observer import BatchInfo, BatchObserver, ItemInfo
 from ._prometheus import PrometheusMetrics
 from ._replica_pool import ReplicaPool
-from ._stats import BatcherStats, ContinuousStats, Percentiles, PoolStats, ReplicaStats
+from ._stats import (
+    BatcherStats,
+    ContinuousStats,
+    ModelStats,
+    Percentiles,
+    PoolStats,
+    ReplicaStats,
+    StoreStats,
+)
 from ._stepper import Done, Stepper
 from ._streaming import OutputStream
 from ._timeline import trace
@@ -21,6 +30,8 @@ __all__ = [
     "ContinuousStats",
     "Done",
     "ItemInfo",
+    "ModelStats",
+    "ModelStore",
     "OpenTelemetryTracing",
     "OutputStream",
     "Percentiles",
@@ -29,6 +40,7 @@ __all__ = [
     "ReplicaPool",
     "ReplicaStats",
     "Stepper",
+    "StoreStats",
     "collate",
     "pad_collate",
     "trace",

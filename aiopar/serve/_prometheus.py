@@ -1,4 +1,4 @@
-"""`PrometheusMetrics`: metrics of batchers, replica pools and executors for Prometheus.
+"""`PrometheusMetrics`: metrics of batchers, pools, stores and executors for Prometheus.
 
 prometheus_client is an extra, imported only when it is needed.
 """
@@ -18,6 +18,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._pool import WorkerPool
 from ..executor._worker import Worker
 from ._base_batcher import BaseBatcher
+from ._model_store import ModelStore, StoredModel
 from ._multiprocess_metrics import SharedValues, registry_of_all_processes, shared_folder
 from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
 from ._replica_pool import ReplicaPool
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
     from prometheus_client.metrics_core import Metric
 
-Measurable: TypeAlias = BaseBatcher[Any, Any] | ReplicaPool[Any] | DeviceExecutor
+Measurable: TypeAlias = BaseBatcher[Any, Any] | ReplicaPool[Any] | ModelStore[Any] | DeviceExecutor
+_NAMED = {BaseBatcher: "batchers", ReplicaPool: "pools", ModelStore: "stores"}
 
 
 class PrometheusMetrics:
-    """Metrics of batchers, replica pools and executors, in a registry of prometheus-client.
+    """Metrics of batchers, pools, stores and executors, in a registry of prometheus-client.
 
     Outcomes of requests and the histograms of seconds count from the creation of this object, or
     from `add`, until `close`. The other values are those of `stats()`: since the batcher, pool or
@@ -52,6 +54,10 @@ class PrometheusMetrics:
     - `replica_in_flight` (pool, replica, device): calls that wait for the replica or run on it
     - `replica_calls_total` (pool, replica, device, outcome): calls that `completed` or `failed`
     - `replica_rebuilds_total` (pool, replica, device): completed rebuilds
+    - `store_models` (store): models in memory
+    - `store_bytes` (store): their bytes, as for `ModelStore(max_bytes=...)`
+    - `store_loads_total` (store, outcome): loads that `completed` or `failed`
+    - `store_evictions_total` (store): evicted models
     - `worker_busy_ratio` (executor, worker, device): share of time running calls, see below
     - `worker_busy_seconds_total` (executor, worker, device): time running calls
 
@@ -68,7 +74,8 @@ class PrometheusMetrics:
     a second apart. The time of a call counts when the call ends; on an accelerator it is the time
     of the launch.
 
-    Batchers and pools are labelled by their `name`, executors by their `thread_name_prefix`.
+    Batchers, pools and stores are labelled by their `name`, executors by their
+    `thread_name_prefix`. The batchers and pools of a store are shown while their model is loaded.
 
     In prometheus-client's multiprocess mode (the environment variable `PROMETHEUS_MULTIPROC_DIR`
     names a folder) a thread also writes the values to that folder, every second and when the
@@ -77,8 +84,8 @@ class PrometheusMetrics:
     each process, with the label `pid`.
 
     Args:
-        resources: `Batcher`, `ContinuousBatcher`, `ReplicaPool` and `DeviceExecutor` objects. The
-            executors of batchers and pools are included.
+        resources: `Batcher`, `ContinuousBatcher`, `ReplicaPool`, `ModelStore` and `DeviceExecutor`
+            objects. The executors of batchers and pools are included.
         registry: Where to register; None: `prometheus_client.REGISTRY`.
         namespace: What all names begin with: letters, digits, `_` and `:`. Empty: no namespace.
 
@@ -143,6 +150,15 @@ class PrometheusMetrics:
             if isinstance(one, BaseBatcher):
                 one.add_observer(observer)
         self._collector.resources = shown | new
+        for store in [one for one in new if isinstance(one, ModelStore)]:
+            store._listeners.append(self._follow)
+            for stored in store._ready_models:
+                self._follow(stored)
+
+    def _follow(self, stored: StoredModel) -> None:
+        """Show the batcher and the pool of a model that was loaded, or stop showing them."""
+        parts = [one for one in stored.parts if isinstance(one, BaseBatcher | ReplicaPool)]
+        (self.add if stored.state == "ready" else self.remove)(*parts)
 
     def remove(self, *resources: Measurable) -> None:
         """Stop showing these resources, and free their names.
@@ -158,6 +174,9 @@ class PrometheusMetrics:
         for one in resources:
             if isinstance(one, BaseBatcher) and one in shown:
                 one.remove_observer(shown[one])
+            elif isinstance(one, ModelStore) and one in shown:
+                one._listeners.remove(self._follow)
+                self.remove(*[part for stored in one._ready_models for part in stored.parts])
 
     def close(self) -> None:
         """Stop counting and unregister the metrics. It may be called again."""
@@ -169,6 +188,8 @@ class PrometheusMetrics:
             for one, observer in self._collector.resources.items():
                 if isinstance(one, BaseBatcher):
                     one.remove_observer(observer)
+                elif isinstance(one, ModelStore):
+                    one._listeners.remove(self._follow)
 
 
 def check_registry(registry: "CollectorRegistry | None") -> "CollectorRegistry":
@@ -221,17 +242,17 @@ def worker_pools(resources: Iterable[object]) -> list[WorkerPool]:
 
 
 def _check_resources(resources: Iterable[object]) -> None:
-    """Check the types of the resources, and that batchers and pools have different names."""
+    """Check the types of the resources, and that no two of a kind have the same name."""
     named: dict[tuple[str, str], object] = {}
     for resource in resources:
-        if not isinstance(resource, BaseBatcher | ReplicaPool | DeviceExecutor):
-            raise TypeError(
-                "expected a Batcher, a ContinuousBatcher, a ReplicaPool or a DeviceExecutor, got "
-                f"{described(resource)}"
-            )
         if isinstance(resource, DeviceExecutor):
             continue
-        kind = "batchers" if isinstance(resource, BaseBatcher) else "pools"
+        if not isinstance(resource, BaseBatcher | ReplicaPool | ModelStore):
+            raise TypeError(
+                "expected a Batcher, a ContinuousBatcher, a ReplicaPool, a ModelStore or a "
+                f"DeviceExecutor, got {described(resource)}"
+            )
+        kind = next(shown for kind, shown in _NAMED.items() if isinstance(resource, kind))
         if named.setdefault((kind, resource.name), resource) is not resource:
             raise ValueError(
                 f"two of the {kind} are called {resource.name!r}: give one another name=..."
@@ -324,6 +345,10 @@ _METRICS = (
     ("replica_in_flight", "Gauge", "Calls that wait for the replica or run.", _REPLICA),
     ("replica_calls", "Counter", "Calls that ended.", (*_REPLICA, "outcome")),
     ("replica_rebuilds", "Counter", "Completed rebuilds.", _REPLICA),
+    ("store_models", "Gauge", "Models in memory.", ("store",)),
+    ("store_bytes", "Gauge", "Bytes of the models in memory.", ("store",)),
+    ("store_loads", "Counter", "Loads that ended.", ("store", "outcome")),
+    ("store_evictions", "Counter", "Evicted models.", ("store",)),
     ("worker_busy_ratio", "Gauge", "Share of time running calls.", _WORKER),
     ("worker_busy_seconds", "Counter", "Time running calls.", _WORKER),
 )
@@ -355,6 +380,8 @@ class _Collector:
                 _add_batcher(families, resource, observer)
             elif isinstance(resource, ReplicaPool):
                 _add_replicas(families, resource)
+            elif isinstance(resource, ModelStore):
+                _add_store(families, resource)
         for pool in worker_pools(self.resources):
             for worker in pool.workers:
                 which = [self._name(pool), str(worker.index), worker.label]
@@ -423,3 +450,13 @@ def _add_replicas(families: Mapping[str, Any], pool: ReplicaPool[Any]) -> None:
         families["replica_calls"].add_metric([*labels, "completed"], stats.completed)
         families["replica_calls"].add_metric([*labels, "failed"], stats.failed)
         families["replica_rebuilds"].add_metric(labels, stats.rebuilds)
+
+
+def _add_store(families: Mapping[str, Any], store: ModelStore[Any]) -> None:
+    stats = store.stats()
+    sizes = [one.bytes for one in stats.models if one.state in ("ready", "closing")]
+    families["store_models"].add_metric([store.name], len(sizes))
+    families["store_bytes"].add_metric([store.name], sum(sizes))
+    families["store_loads"].add_metric([store.name, "completed"], stats.loads)
+    families["store_loads"].add_metric([store.name, "failed"], stats.failed_loads)
+    families["store_evictions"].add_metric([store.name], stats.evictions)

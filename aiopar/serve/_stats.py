@@ -50,6 +50,44 @@ class PoolStats:
     replicas: tuple[ReplicaStats, ...]
 
 
+ModelState: TypeAlias = Literal["waiting", "loading", "ready", "closing"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """A snapshot of one model of a `ModelStore`; it can be written as JSON.
+
+    Attributes:
+        name: The name that `load` is called with.
+        state: `"waiting"`: for its turn to be loaded, or for room. `"loading"`: `load` runs, or the
+            model is being opened. `"ready"`: uses get it. `"closing"`: it is evicted.
+        bytes: Its bytes, as for `max_bytes`; 0 until they are known.
+        users: How many uses have it or wait for it.
+    """
+
+    name: str
+    state: ModelState
+    bytes: int
+    users: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """A snapshot of a `ModelStore`.
+
+    Attributes:
+        models: The models, the least recently used first.
+        loads: How many loads have succeeded.
+        failed_loads: How many loads have failed.
+        evictions: How many models were evicted.
+    """
+
+    models: tuple[ModelStats, ...]
+    loads: int
+    failed_loads: int
+    evictions: int
+
+
 Rejection: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
 
 _LATEST = 1024  # how many durations are kept

@@ -21,6 +21,7 @@ from starlette.types import Message
 
 import aiopar
 from aiopar.asgi import Resource, install, lifespan
+from aiopar.testing import Gate
 from tests.serve.steppers import Counting, Item
 
 from .served import Served
@@ -142,6 +143,46 @@ async def test_events_are_the_statistics() -> None:
             one.completed for one in executor.stats().workers
         )
         assert sample["unready"] is sample["dead"] is sample["loop_delay"] is None
+
+
+@pytest.mark.anyio
+async def test_models_of_a_store_are_shown_while_they_are_loaded() -> None:
+    def load(name: str) -> aiopar.Batcher[Any, Any]:
+        return gate(aiopar.Batcher(aiopar.ReplicaPool(torch.nn.Linear(3, 1), ["cpu"])))
+
+    store = aiopar.ModelStore(load, max_models=1, name="zoo")
+    app = await _app(store)
+
+    async def health() -> list[Any]:
+        return [(await get(app, path)).json for path in ("/healthz", "/readyz")]
+
+    async def use(name: str) -> None:
+        async with store.use(name):
+            pass
+
+    with Gate() as gate:
+        async with app.router.lifespan_context(app), anyio.create_task_group() as tasks:
+            tasks.start_soon(use, "ant")
+            await gate.entered()
+            fine = [{"status": "alive"}, {"status": "ready"}]
+            assert await health() == fine  # although a model is being loaded
+            gate.open()
+            await use("ant")
+            await use("bee")
+            async with _open(app) as page:
+                (sample,) = await page.sampled(1)
+            assert sample["stores"] == [
+                {"name": "zoo", **json.loads(json.dumps(asdict(store.stats())))}
+            ]
+            assert [one["name"] for one in sample["stores"][0]["models"]] == ["bee"]
+            assert [one["name"] for one in sample["batchers"] + sample["pools"]] == ["bee", "bee"]
+            assert await health() == fine
+            async with store.use("bee") as batcher:
+                assert batcher.pool is not None
+                await batcher.pool.aclose()
+                assert (await health())[1] == {"detail": "not ready: model 'bee' of resource 0"}
+    assert batcher.closed
+    assert store.stats().models == ()
 
 
 @pytest.mark.asyncio  # trio in the tests above and below: this one takes three seconds

@@ -129,6 +129,7 @@ def _sample(at: float, **changes: Any) -> dict[str, Any]:
         "loop_delay": 0.0012,
         "batchers": [],
         "pools": [],
+        "stores": [],
         "executors": [],
     } | changes
 
@@ -257,6 +258,27 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
     expect(_card(page, "Worker 0, process:0/cpu")).to_contain_text("process 4242 on alpha")
 
 
+def test_models_of_a_store(page: Page, served: Served) -> None:
+    models = [
+        {"name": "ant", "state": "ready", "bytes": 98_400_000, "users": 1},
+        {"name": "bee", "state": "loading", "bytes": 0, "users": 3},
+    ]
+    store = {"name": "zoo", "models": models, "loads": 4, "failed_loads": 1, "evictions": 2}
+    first = _sample(10, stores=[store], batchers=[_batcher(name="cat"), _batcher(name="ant")])
+    _show(page, served, first, _sample(11, stores=[store], batchers=[_batcher(name="ant")]))
+    expect(page.get_by_role("heading", name="Models of store zoo")).to_be_visible()
+    expect(page.get_by_text("Loads so far: 4; failed: 1; evicted to make room: 2")).to_be_visible()
+    expect(_card(page, "Model ant")).to_contain_text("Loaded")
+    assert _card(page, "Model ant").locator(".facts span").all_inner_texts() == [
+        "98\u00a0MB",
+        "1 use",
+    ]
+    expect(_card(page, "Model bee")).to_contain_text("Loading")
+    # The batcher of an evicted model goes, and the charts of the others stay.
+    expect(page.get_by_role("heading", name="Batcher cat")).to_have_count(0)
+    assert "L" in (_card(page, "Queue").locator("path.one").get_attribute("d") or "")
+
+
 def test_names_are_shown_as_text(page: Page, served: Served) -> None:
     name = "<img src=x onerror=console.error('run')>" + "long" * 40
     page.set_viewport_size({"width": 390, "height": 844})
@@ -275,7 +297,7 @@ def test_service_that_must_be_restarted_says_so(page: Page, served: Served) -> N
     expect(page.get_by_role("status")).to_have_text(
         "Restart it: never to serve again: ReplicaPool (resource 0)"
     )
-    expect(page.get_by_text("There is no batcher, replica pool or executor")).to_be_visible()
+    expect(page.get_by_text("There is no batcher, replica pool, store or executor")).to_be_visible()
 
 
 def test_page_finds_the_service_again(browser: Browser, served: Served) -> None:

@@ -152,6 +152,43 @@ async def test_steps_of_a_continuous_batcher(registry: CollectorRegistry) -> Non
     metrics.close()
 
 
+async def test_models_of_a_store(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(name: str) -> Batcher[Any, Any]:
+        return Batcher(ReplicaPool(nn.Linear(2, len(name)), ["cpu"]))
+
+    async with aiopar.ModelStore(load, max_models=1, name="all") as store:
+        async with store.use("ab"):
+            metrics = PrometheusMetrics(store, registry=registry)
+        for name in ("ab", "abc"):
+            async with store.use(name) as batcher:
+                await batcher(torch.ones(2))
+        with pytest.raises(TypeError):
+            async with store.use(3):  # type: ignore[arg-type]  # not even a load
+                pass
+        scrape = Scrape(registry)
+        assert scrape.by("aiopar_batcher_requests_total", "batcher", outcome="completed") == {
+            "abc": 1
+        }
+        replicas = scrape.by("aiopar_replica_state", "pool", state="ready", replica="0")
+        assert replicas == {"abc": 1}
+        assert scrape.by("aiopar_store_loads_total", "outcome", store="all") == {
+            "completed": 2,
+            "failed": 0,
+        }
+        values = [scrape(f"aiopar_store_{one}", store="all") for one in ("models", "bytes")]
+        assert (*values, scrape("aiopar_store_evictions_total", store="all")) == (1, 36, 1)
+        # Another batcher has the name of a model: the model serves without metrics.
+        metrics.add(Batcher(len, name="ab"))
+        async with store.use("ab") as batcher:
+            await batcher(torch.ones(2))
+        assert "model 'ab' is not in the metrics" in caplog.text
+        metrics.remove(store)
+        async with store.use("abc"):
+            assert Scrape(registry).by("aiopar_batcher_in_flight", "batcher") == {"ab": 0}
+
+
 async def test_states_and_calls_of_replicas(registry: CollectorRegistry) -> None:
     gate, module = Gate(), Fragile()
     async with open_pool(module, warmup=torch.ones(1, 2), name="both") as pool:
@@ -293,11 +330,11 @@ def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
 def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry=registry, namespace="")
     families = Scrape(registry).families
-    assert len(families) == 17
+    assert len(families) == 21
     for name, family in families.items():
         assert family.documentation.endswith("."), name
         assert not name.endswith("_total"), "the sample of a counter has this suffix"
-        assert name.startswith(("batcher_", "replica_", "worker_"))
+        assert name.startswith(("batcher_", "replica_", "store_", "worker_"))
     documented = PrometheusMetrics.__doc__ or ""
     for name, family in families.items():
         written = f"{name}_total" if family.type == "counter" else name
