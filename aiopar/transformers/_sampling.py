@@ -44,19 +44,22 @@ def choose(ready: dict[Row, int], logits: torch.Tensor) -> dict[Row, Choice]:
 
 def _draw(scores: torch.Tensor, prompt: Prompt, chance: float) -> torch.Tensor:
     """Draw a token: the first whose cumulative probability is above `chance`."""
-    probabilities = (scores / prompt.temperature).softmax(-1)
+    # A lower temperature would overflow, and hardly changes a probability.
+    probabilities = ((scores - scores.max()) / max(prompt.temperature, 1e-6)).softmax(-1)
     order = None
     if prompt.top_k:
         probabilities, order = probabilities.topk(min(prompt.top_k, len(scores)))
         probabilities /= probabilities.sum()
     elif prompt.top_p < 1:
         # All tokens below this bound together have less than 1 - top_p: no need to sort them.
-        order = (probabilities > (1 - prompt.top_p) / len(scores)).nonzero()[:, 0]
+        order = (probabilities >= (1 - prompt.top_p) / len(scores)).nonzero()[:, 0]
         probabilities, by_size = probabilities[order].sort(descending=True)
         order = order[by_size]
     mass = probabilities.cumsum(-1)
-    end = len(mass) - 1
     # The nucleus ends with the first token that brings the mass to top_p.
-    whole = mass[(mass < prompt.top_p).sum().clamp(max=end)] if prompt.top_p < 1 else mass[-1]
-    index = torch.searchsorted(mass, chance * whole, right=True).clamp(max=end)
+    enough = (mass < prompt.top_p).sum().clamp(max=len(mass) - 1) if prompt.top_p < 1 else -1
+    whole = mass[enough]
+    index = torch.searchsorted(mass, chance * whole, right=True)
+    # If the chance was rounded to 1: not a token behind all that have a probability.
+    index = torch.minimum(index, torch.searchsorted(mass, whole))
     return index if order is None else order[index]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import math
+import random
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -241,6 +242,19 @@ def test_tokens_are_drawn_from_the_distribution_of_transformers(
     for token, chance in enumerate(expected.tolist()):
         spread = math.sqrt(count * chance * (1 - chance))
         assert abs(drawn[token] - count * chance) <= 4.5 * spread
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 5}, {"top_p": 0.5}], ids=str)
+def test_extreme_draws_take_a_token_that_has_a_probability(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny()
+    monkeypatch.setattr(random.Random, "random", lambda _: 1 - 2**-53)  # rounds to 1 in float32
+    prompt = Prompt([3, 4], max_tokens=1, temperature=1e-40, **options)
+    stepper = CausalLM(model)
+    [done] = stepper.step([stepper.start(prompt)])
+    assert isinstance(done, Done)
+    assert ids(done.result.tokens) == generate(model, prompt)
 
 
 def test_log_probabilities() -> None:
