@@ -75,6 +75,7 @@ class ContinuousScheduler(Scheduler):
             return []
         joined: list[RunningRequest] = []
         now, held = monotonic(), run.held if run.running else 0.0
+        group = next((one.request.group for one in run.running.values()), None)
         room = self._room(run) if run.runner.in_service else 0
         while len(joined) < room and (request := self._queue.leader) is not None:
             if request.done or request.deadline <= now:
@@ -83,9 +84,11 @@ class ContinuousScheduler(Scheduler):
                 request.skipped = not request.done
                 continue
             held += request.cost
-            if run.running and held > self._most:
+            # A request whose workers were lost again and again has a group of its own.
+            if run.running and (held > self._most or request.group is not group):
                 run.full = True
                 break
+            group = request.group
             self._queue.pop(request)
             one = RunningRequest(run, next(_keys), request)
             run.running[one.key] = one

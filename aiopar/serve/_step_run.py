@@ -9,7 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._base.thread_state import CallerState
-from .._base.tracebacks import add_note_once
+from .._base.tracebacks import add_note_once, own_traceback
 from .._base.tree import tensors
 from ..errors import ExecutorShutdown, ReaderTooSlow, ServiceClosed, WorkerLost
 from ..executor._call import Call
@@ -61,8 +61,9 @@ class StepRunner(Runner):
         """The most requests in a batch: fewer after an out-of-memory error."""
         self.module = None if replica is None else replica.module
         """The module of the stepper. When the pool has new weights, another runner follows."""
-        portable = not executor._dispatcher.workers[0].shares_memory
-        options = make, settings.max_batch_size, settings.max_batch_cost, portable
+        self.sends = not executor._dispatcher.workers[0].shares_memory
+        """Whether items are sent to a host."""
+        options = make, settings.max_batch_size, settings.max_batch_cost, self.sends
         self.steps = executor._dispatcher.keep(StepBatch(*options))
 
     @property
@@ -78,8 +79,39 @@ class StepRunner(Runner):
         run = self.batch = StepRun(self)
         run.begin()
 
-    def tick(self, caller: CallerState, args: tuple[Any, ...]) -> Ticked:
-        """One tick of the stepper, on the host of this thread's worker."""
+    def tick(self, caller: CallerState, args: "TickArguments") -> Ticked:
+        """One tick of the stepper, on the host of this thread's worker.
+
+        Newcomers that cannot be sent to the host fail alone.
+        """
+        unsent: list[tuple[int, BaseException]] = []
+        try:
+            return self._tick(caller, args)
+        except Exception as error:
+            unsent = [] if isinstance(error, WorkerLost | ReplicaFailed) else self._unsent(args[2])
+            if not unsent:
+                raise
+            known, left, joining, keys = args
+            bad = dict(unsent)
+            joining = [one for one in joining if one[0] not in bad]
+            args = known, left, joining, [key for key in keys if key not in bad]
+            ticked = self._tick(caller, args)
+            ticked.ended += unsent
+            return ticked
+        finally:
+            del args, unsent  # an error's traceback holds this frame
+
+    def _unsent(self, joining: Sequence[Joining]) -> list[tuple[int, BaseException]]:
+        """The newcomers that cannot be sent to the host, with their errors."""
+        unsent: list[tuple[int, BaseException]] = []
+        for key, *item in joining if self.sends else ():
+            try:
+                run_user_code(self.caller, _receive, (item,))
+            except Exception as error:  # noqa: BLE001  # its caller gets it
+                unsent.append((key, own_traceback(error)))
+        return unsent
+
+    def _tick(self, caller: CallerState, args: "TickArguments") -> Ticked:
         replica, module = self.replica, self.module
         if replica is None or module is None:
             ticked: Ticked = run_user_code(caller, tick, (self.steps, *args))
@@ -93,6 +125,10 @@ class StepRunner(Runner):
         if ticked.forgotten:
             raise WorkerLost("the worker was lost between two steps")
         return ticked
+
+
+def _receive(_: object) -> None:
+    """Do nothing, on the host."""
 
 
 def _failure_of(ticked: Ticked) -> BaseException | None:
@@ -158,6 +194,9 @@ class RunningRequest:
         request = self.request
         return request.produced if isinstance(request, StreamRequest) else None
 
+
+TickArguments: TypeAlias = tuple[int, list[int], list[Joining], list[int]]
+"""The arguments of `StepBatch.tick` after the module."""
 
 Delivery: TypeAlias = tuple[Request, Any, int, BaseException | None]
 """A request, its part or result, the number of the part, and the error in place of these."""
@@ -336,7 +375,7 @@ class StepRun:
         index = None if replica is None else replica.index
         return BatchWatch(observers, BatchInfo(items, newcomers, worker.device, index, now))
 
-    def _run(self, watch: BatchWatch | None, size: int, arguments: tuple[Any, ...]) -> Ticked:
+    def _run(self, watch: BatchWatch | None, size: int, arguments: TickArguments) -> Ticked:
         caller, observed = self.runner.caller, watch is not None and watch.observes_runs
         try:
             with watch.run(size) if watch is not None and observed else nullcontext():

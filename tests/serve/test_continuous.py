@@ -471,20 +471,6 @@ async def test_a_request_that_outgrows_the_memory_alone_fails() -> None:
         assert stepper.live == set()
 
 
-async def test_a_bound_needs_a_stepper_that_tells_what_is_held() -> None:
-    class Plain:
-        def start(self, item: int) -> int:
-            return item
-
-        def step(self, states: list[int]) -> list[Any]:
-            return [aiopar.Done(state) for state in states]
-
-    async with current_executor(["cpu"]), aiopar.ContinuousBatcher(Plain()) as batcher:
-        assert await batcher(3) == 3
-    with pytest.raises(ValueError, match="needs a stepper with the method held"):
-        aiopar.ContinuousBatcher(Plain(), max_batch_cost=5)
-
-
 async def test_out_of_memory_parks_the_newest_half_and_the_limit_is_learned() -> None:
     memory = 4
 
