@@ -43,7 +43,7 @@ async def _invalid(_: Request, error: Any) -> Response:
     # Only the first error, as in OpenAI's API, and without the input, which may be long.
     first = error.errors()[0]
     # ["body", "prompt", 0, "a text"]; the last one is a tag of the schema, not a name of the body.
-    _, *path = first["loc"]
+    path = () if first["type"] == "json_invalid" else first["loc"][1:]  # a position, or names
     names = [name for name in path if isinstance(name, int) or name.isidentifier()]
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[1:]
     return _response(400, {"message": first["msg"], "param": param or None})

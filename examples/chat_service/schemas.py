@@ -102,7 +102,8 @@ class Message(BaseModel):
     """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_joined)]
+    # Only a text with a bound is checked: half of a surrogate pair is none.
+    content: Annotated[str, Field(max_length=500_000), BeforeValidator(_joined)]
 
 
 class ChatRequest(OpenAIRequest):

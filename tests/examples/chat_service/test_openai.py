@@ -1,5 +1,6 @@
 """OpenAI's own client, with the service as its base URL."""
 
+import json
 from functools import partial
 from typing import Any
 
@@ -224,6 +225,16 @@ def test_what_cannot_be_read_is_a_bad_request(client: OpenAI, body: bytes) -> No
     with pytest.raises(openai.BadRequestError) as refused:
         client.post(TEXT, content=body, cast_to=object, options={"headers": headers})
     assert refused.value.type == "invalid_request_error"
+    assert refused.value.param is None or refused.value.param.isidentifier()
+
+
+def test_half_of_a_surrogate_pair_is_no_text(client: OpenAI) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "\ud800"}]}
+    headers = {"content-type": "application/json"}
+    options: Any = {"content": json.dumps(body).encode(), "options": {"headers": headers}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post(CHAT, cast_to=object, **options)
+    assert refused.value.param == "messages[0].content"
 
 
 def test_an_unknown_path_is_told_in_the_same_form(client: OpenAI) -> None:
