@@ -450,6 +450,8 @@ class StepRun:
             deliveries: What the callers get.
             error: The error of the worker or of the device.
         """
+        if error is None:
+            error = self._broken  # a kernel of an earlier tick has failed
         if error is not None:
             deliveries = [(request, None, 0, error) for request, *_ in deliveries]
         deliver_parts(deliveries)
