@@ -44,7 +44,7 @@ from examples.chat_service.weights import smollm2
 Samples: TypeAlias = Mapping[str, Sequence[Sample]]
 
 FLAT_SECONDS = 0.01
-BLOCKED = "loop blocked for 40 % of the time"
+BLOCKED = ", loop blocked for 40 % of the time"
 
 OURS, FULL = "ContinuousBatcher", "a loop that always has a full batch"
 PER_TOKEN, STATIC = "one Batcher call per token", "static batches, done rows dropped"
@@ -58,16 +58,22 @@ async def measure(plan: Plan) -> list[Result]:
 
 async def measure_quick_steps(plan: Plan) -> list[Result]:
     make = partial(CausalLM, small_model(), prefill_tokens=PREFILL_TOKENS)
-    rounds = max(2, plan.pairs // 3)
     rivals = rivals_by_step(make)
-    samples = await take_turns(rivals, rounds, plan)
-    flat = {
+    blocked = {
+        f"{name}{BLOCKED}": partial(beside_blocked_loop, rivals[name]) for name in (OURS, PER_TOKEN)
+    }
+    flat: dict[str, Rival] = {
         OURS: partial(continuous, Flat),
         STATIC: partial(static_batches, partial(Flat, prefill_tokens=1 << 20)),
     }
+    rounds = max(2, plan.pairs // 3)
+    samples = await take_turns(rivals | blocked, rounds, plan)
     flat_samples = await take_turns(flat, rounds, plan)
+    what = "20 ms steps"
     return [
-        *rows_by_step(samples, "20 ms steps", full=0.90),
+        rate_row(samples, what, FULL, bound=0.90),
+        rate_row(samples, what, PER_TOKEN, bound=1.0),
+        rate_row(samples, what, PER_TOKEN, bound=1.2, where=BLOCKED),
         rate_row(flat_samples, f"{FLAT_SECONDS * 1e3:g} ms steps of any size", STATIC, bound=1.5),
         await measure_own_cpu(plan),
     ]
@@ -91,7 +97,8 @@ async def measure_smollm2(plan: Plan) -> list[Result]:
     }
     samples = await take_turns(rivals, max(2, plan.pairs // 5), plan)
     return [
-        *rows_by_step(samples, "SmolLM2", full=0.95),
+        rate_row(samples, "SmolLM2", FULL, bound=0.95),
+        rate_row(samples, "SmolLM2", PER_TOKEN, bound=1.0),
         rate_row(samples, "SmolLM2", STATIC, bound=1.15),
         cpu_row(samples, GENERATE, bound=4.0),
         cpu_row(samples, MANAGER, bound=1.2),
@@ -102,17 +109,12 @@ async def measure_smollm2(plan: Plan) -> list[Result]:
 
 
 def rivals_by_step(make: Callable[[], Stepper]) -> dict[str, Rival]:
-    """Those that batch per step, and two of them on a blocked loop."""
-    rivals: dict[str, Rival] = {
+    """Those that batch per step."""
+    return {
         OURS: partial(continuous, make),
         FULL: partial(full_batches, make),
         PER_TOKEN: partial(call_per_token, make),
     }
-    blocked = {
-        f"{name}, {BLOCKED}": partial(beside_blocked_loop, rivals[name])
-        for name in (OURS, PER_TOKEN)
-    }
-    return rivals | blocked
 
 
 async def take_turns(rivals: Mapping[str, Rival], rounds: int, plan: Plan) -> Samples:
@@ -131,14 +133,6 @@ async def take_turns(rivals: Mapping[str, Rival], rounds: int, plan: Plan) -> Sa
 
 
 # Rows of the table.
-
-
-def rows_by_step(samples: Samples, what: str, *, full: float) -> list[Result]:
-    return [
-        rate_row(samples, what, FULL, bound=full),
-        rate_row(samples, what, PER_TOKEN, bound=1.0),
-        rate_row(samples, what, PER_TOKEN, bound=1.2, where=f", {BLOCKED}"),
-    ]
 
 
 def rate_row(samples: Samples, what: str, against: str, *, bound: float, where: str = "") -> Result:
