@@ -360,7 +360,8 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             with cancel_scope(timeout), heeding_ctrl_c():
                 await scheduler.drained
                 await delivered()  # posted outcomes reach the callers first
-                if self.pool is not None:  # the callback of `drained` may still run
+                # The callback of `drained` may still run. Another task may have opened it again.
+                if self.pool is not None and self._scheduler is scheduler:
                     self.pool._listeners.discard(listener)
         except GeneratorExit:
             may_wait = False

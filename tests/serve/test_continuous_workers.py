@@ -243,6 +243,19 @@ async def test_streams_keep_their_weights_when_the_pool_has_new_ones() -> None:
     assert readers.parts[5.0, 2] == [15.0, 45.0]
 
 
+async def test_a_batcher_that_is_reopened_while_it_closes_hears_of_new_weights() -> None:
+    async with open_pool(Scale(2.0), on=["cpu"]) as pool:
+        batcher: Any = aiopar.ContinuousBatcher(pool, stepper=Multiplying)
+        async with batcher, anyio.create_task_group() as tasks:
+            tasks.start_soon(batcher.aclose)
+            await until(lambda: batcher.closed)
+            async with batcher:
+                await anyio.wait_all_tasks_blocked()
+                await pool.swap(Scale(3.0))
+                with anyio.fail_after(20):
+                    assert await batcher((5.0, 1)) == 15.0
+
+
 @pytest.mark.parametrize("error", [Bad("no stepper"), None])
 async def test_a_factory_that_fails(error: Exception | None) -> None:
     def make(module: nn.Module) -> Any:
