@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import aiopar
 from aiopar.data import AsyncDataLoader, Pipeline, Stream
-from aiopar.serve import Batcher, OutputStream, ReplicaPool, pad_collate
+from aiopar.serve import Batcher, ModelStore, OutputStream, ReplicaPool, pad_collate
 
 X = torch.ones(4)
 CPUS = ["cpu", "cpu"]
@@ -196,6 +196,26 @@ async def test_continuous_batcher_of_a_stepper() -> None:
     named: aiopar.ContinuousBatcher[str, str, int] = aiopar.ContinuousBatcher(Spell())
     async with named:
         assert_type(await named("ab"), int)
+
+
+def load(name: str) -> Batcher[Any, int]:
+    return Batcher(lengths)
+
+
+async def load_later(name: str) -> Batcher[Any, int]:
+    return Batcher(lengths)
+
+
+@pytest.mark.asyncio
+class TestModelStore:
+    async def test_model_is_what_load_returns(self) -> None:
+        async with ModelStore(load) as store, store.use("model") as batcher:
+            assert_type(store, ModelStore[Batcher[Any, int]])
+            assert_type(await batcher("four"), int)
+            assert await batcher("four") == 4
+        async with ModelStore(load_later) as later, later.use("model") as batcher:
+            assert_type(later, ModelStore[Batcher[Any, int]])
+            assert await batcher("four") == 4
 
 
 @pytest.mark.asyncio

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Generic, Self, TypeVar, cast, overload
 from weakref import ref
 
 import anyio.lowlevel
@@ -176,9 +176,33 @@ class ModelStore(Generic[Model]):
 failed_loads=0, evictions=1)
     """
 
+    @overload
     def __init__(
         self,
-        load: Callable[[str], Model | Awaitable[Model]],
+        load: Callable[[str], Awaitable[Model]],
+        *,
+        max_bytes: int | None = None,
+        max_models: int | None = None,
+        size: Callable[[Model], int] | None = None,
+        timeout: float | None = 60.0,
+        name: str = "models",
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        load: Callable[[str], Model],
+        *,
+        max_bytes: int | None = None,
+        max_models: int | None = None,
+        size: Callable[[Model], int] | None = None,
+        timeout: float | None = 60.0,
+        name: str = "models",
+    ) -> None: ...
+
+    def __init__(
+        self,
+        load: Callable[[str], Any],
         *,
         max_bytes: int | None = None,
         max_models: int | None = None,
@@ -366,11 +390,11 @@ failed_loads=0, evictions=1)
 
     async def _loaded(self, shelf: _Shelf, name: str) -> Any:
         """What `load` returns."""
-        load: Callable[[str], Any] = self._load
-        if is_async(load):
-            model = await load(name)
+        if is_async(self._load):
+            model = await self._load(name)
         else:
-            model = await shelf.loader.run_sync(load, name, abandon_on_cancel=True)
+            call = shelf.loader.run_sync(self._load, name, abandon_on_cancel=True)
+            model = await call
         if isinstance(model, type) or not isinstance(model, Resource):
             raise TypeError(
                 f"load({name!r}) must return a Batcher, a ContinuousBatcher, a ReplicaPool or "
