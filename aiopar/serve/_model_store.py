@@ -112,7 +112,7 @@ class _Shelf:
 
     @property
     def all(self) -> list[StoredModel]:
-        """All models, those that close first."""
+        """All models; those that are being closed come first."""
         with self.lock:
             closing = [one for one in self.resident if one.state == "closing"]
             return [*closing, *self.named.values()]
@@ -247,7 +247,7 @@ failed_loads=0, evictions=1)
 
     @property
     def alive(self) -> bool:
-        """Always True: see those of the models."""
+        """Always True: the health routes ask each loaded model too."""
         return True
 
     def stats(self) -> StoreStats:

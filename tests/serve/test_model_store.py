@@ -1,6 +1,7 @@
 """`ModelStore`: shared loads, eviction, memory, closing."""
 
 import asyncio
+import gc
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable
@@ -190,13 +191,12 @@ async def test_load_runs_under_the_state_of_the_code_that_made_the_store() -> No
         await anyio.lowlevel.checkpoint()
         return load(name)
 
-    for store in (ModelStore(load), ModelStore(load_later)):
+    with torch.no_grad():
+        stores = [ModelStore(load), ModelStore(load_later)]
+    for store in stores:
         async with store:
-            with torch.no_grad():
-                use = store.use("model")
-                await use.__aenter__()
-            await use.__aexit__(None, None, None)
-    assert seen == [True, True]
+            await _used(store, "model")
+    assert seen == [False, False]
 
 
 async def test_load_that_nobody_waits_for_is_dropped() -> None:
@@ -256,7 +256,7 @@ async def test_model_in_use_is_not_evicted_and_a_new_one_waits_for_room() -> Non
         users.leave("a")
         await until(lambda: "b" in users.got)
         assert (users.got["a"].ready, users.got["b"].ready) == (False, True)
-        assert states(users.store) == {"second": "ready"}
+        await until(lambda: states(users.store) == {"second": "ready"})
 
 
 async def test_evicted_model_is_drained_first() -> None:
@@ -402,6 +402,10 @@ async def test_bytes_are_bounded() -> None:
 async def test_memory_of_an_evicted_model_is_free_before_the_next_is_loaded(cyclic: bool) -> None:
     modules: list[weakref.ref[nn.Module]] = []
     alive: list[int] = []
+    collections: list[str] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        collections.append(phase)
 
     def load(name: str) -> Batcher[Any, torch.Tensor]:
         alive.append(sum(module() is not None for module in modules))
@@ -412,12 +416,15 @@ async def test_memory_of_an_evicted_model_is_free_before_the_next_is_loaded(cycl
         return Batcher(module)
 
     with without_gc():
+        gc.callbacks.append(note)
         async with ModelStore(load, max_models=1) as store:
             for name in ("a", "b", "a"):
                 async with store.use(name) as batcher:
                     await batcher(X)
                 del batcher
-        assert alive == [0, 0, 0]
+        gc.callbacks.remove(note)
+    assert alive == [0, 0, 0]
+    assert len(collections) == 4 * cyclic  # begin and end of two collections, which hold the GIL
 
 
 async def test_failed_uses_leave_no_reference_cycles() -> None:
