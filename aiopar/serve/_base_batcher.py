@@ -1,4 +1,4 @@
-"""`BaseBatcher`: how callers put items into a batcher, get their outcomes, open and close it."""
+"""`BaseBatcher`: how callers use a batcher: put items in, get outcomes, open and close."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -299,7 +299,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
 
     @property
     def _seconds_busy(self) -> float:
-        """The shortest time that a replica or worker has run its call."""
+        """The shortest time for which a replica or worker has run its present call."""
         raise NotImplementedError
 
     @property
@@ -342,11 +342,12 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         `async with` opens the batcher again.
 
         Args:
-            drain: Run the items that wait, and let streams go on to their end. False: their callers
-                get `ServiceClosed`. A stream that is not read ends after `read_timeout`.
+            drain: Run the waiting items, and let streams go on to their end. A stream that nobody
+                reads ends after `read_timeout`. False: callers of waiting items and of streams
+                get `ServiceClosed`, and so do all callers of a `ContinuousBatcher`.
             timeout: Seconds until all callers that still wait get `ServiceClosed`. Coroutines are
-                then cancelled and awaited; batches on workers run to their end. A cancellation of
-                `aclose` does the same.
+                then cancelled and awaited; a call on a worker (a batch, or a step) runs to its
+                end. If `aclose` is cancelled, the same happens at once.
         """
         timeout = check_timeout(timeout)
         scheduler, listener = self._scheduler, self._listener
@@ -354,7 +355,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             scheduler.close()
         else:
             scheduler.close(error=ServiceClosed(_CLOSED), running=self._kind.streams)
-        may_wait = self._kind.on_loop  # a coroutine that is being closed must not
+        may_wait = self._kind.on_loop  # False in a coroutine that is being closed
         stall_check = Repeating(self._settings.read_timeout, scheduler.end_stalled)
         try:
             with cancel_scope(timeout), heeding_ctrl_c():

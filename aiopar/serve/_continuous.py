@@ -28,44 +28,48 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     """Batching per step: `async for part in batcher.stream(item)`, from any number of tasks.
 
     For models that work in steps: language models, recurrent decoders, diffusion samplers, search.
-    A `Stepper` takes one step for all requests that run. Between two steps new requests join and
-    those that are done leave, so nobody waits for the end of another request's output. A step needs
-    no event loop: a loop that is busy slows no step.
+    A `Stepper` takes one step for all requests that run. Between two steps new requests join, and
+    requests that are done leave. So no request waits for the end of another one. A step needs no
+    event loop: a busy loop slows no step.
 
     What `Batcher` promises about queue, priorities, deadlines, cancelled callers, the state of the
     caller, observers, opening and closing holds here too. What differs:
 
     - A full queue refuses new items; it never ends a stream that runs. `aclose` lets running
       streams go on to their end.
-    - A reader that has `buffer` unread parts is left out of steps until it reads. It slows no other
-      request. If the batch has no room for other items, it gets `ReaderTooSlow` after
+    - A request whose reader has `buffer` unread parts takes no step until the reader reads. It
+      slows no other request. If other items need its place, the reader gets `ReaderTooSlow` after
       `read_timeout`.
-    - If `step` raises, halves of the batch are tried until the bad request is alone; the others go
-      on. A stepper that is not `resumable` cannot repeat a step: the whole batch fails.
-    - `torch.OutOfMemoryError`: the newest half of a `resumable` stepper's requests waits, and is
-      stepped again when there is room. The size that fitted is kept and grows back slowly.
-    - A lost worker (a process, an actor, a replica): requests whose parts nobody has seen start
-      again elsewhere. The others fail with `WorkerLost`, or go on if the stepper has `resume`.
-    - No item waits while more than 32 others join.
+    - If `step` raises, the batcher steps halves of the batch until the bad request is alone. The
+      other requests go on. If the stepper is not `resumable`, the whole batch fails.
+    - After `torch.OutOfMemoryError` the newest half of the requests waits until there is room, if
+      the stepper is `resumable`. The batcher keeps the batch size that fitted, and later tries
+      larger ones.
+    - If a worker (a process, an actor, a replica) is lost, a request that has sent no part starts
+      again elsewhere. A stream that has sent parts fails with `WorkerLost`, or goes on if the
+      stepper has `resume`.
+    - At most 32 later items join before an item, whatever their priorities.
 
-    Type checkers infer the types of items and parts from the stepper's annotations, but not that of
-    results: annotate `batcher: ContinuousBatcher[In, Part, Out]` for it.
+    Type checkers infer the types of items and parts from the stepper's annotations. They cannot
+    infer the type of results: annotate `batcher: ContinuousBatcher[In, Part, Out]`.
 
     Args:
-        stepper_or_pool: The stepper; it runs on one worker of the executor that is current when the
-            batcher is opened, or on a worker of its `device` if it has such an attribute. Or a
-            `ReplicaPool`: each replica gets a stepper of its own. After new weights, requests that
-            run keep the old ones, and newcomers get the new ones.
-        stepper: Makes the stepper of a replica from its module, on its worker. Only with a pool.
+        stepper_or_pool: A stepper, or a `ReplicaPool`. A stepper runs on one worker of the executor
+            that is current when the batcher is opened. If the stepper has an attribute `device`, it
+            runs on a worker of that device. With a pool, each replica has a stepper of its own.
+            After new weights, running requests keep the old weights, and newcomers get the new.
+        stepper: A function that makes the stepper of a replica from the replica's module, on the
+            replica's worker. Only with a pool.
         max_batch_size: The most requests in a batch (of each replica).
-        max_batch_cost: The most that the requests of a batch may hold, as told by the stepper's
-            `held`. Newcomers leave a tenth of it free. If the batch grows beyond it, the newest
-            request is preempted: stopped, and stepped again when there is room.
+        max_batch_cost: The most that the requests of a batch may hold together; the stepper's
+            `held` says what each holds. Newcomers leave a tenth of it free. If the batch grows
+            beyond it, the newest request is preempted: stopped, and stepped again when there is
+            room. None: no bound.
         max_pending: The most items that may wait.
-        max_wait: A new item is refused if it would wait longer than this many seconds, as estimated
-            from the latest requests. None: no bound.
-        timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give its own.
-        read_timeout: Seconds after which a reader that does not read gives up its place, if items
+        max_wait: A new item is refused if its estimated wait is longer than this many seconds.
+            None: no bound.
+        timeout: Seconds until a caller gets `DeadlineExceeded`. A call may give another timeout.
+        read_timeout: Seconds without a read after which a stalled reader loses its place, if items
             wait for a place or the batcher closes.
         name: The name in metrics and traces. None: the name of the stepper's class, or of the pool.
 
@@ -159,11 +163,12 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     def __call__(
         self, item: In_contra, *, timeout: float | None = None, priority: int = 0
     ) -> Coroutine[Any, Any, Out_co]:
-        """Return the result for `item`: that of the stepper's `Done`.
+        """Return the result for `item`: `Done.result` of the stepper.
 
         Args:
-            item: What the stepper's `start` gets.
-            timeout: Seconds until `DeadlineExceeded`; 0 or less: at once. None: the batcher's.
+            item: The argument of the stepper's `start`.
+            timeout: Seconds until `DeadlineExceeded`; 0 or less: at once. None: the timeout of the
+                batcher.
             priority: The lowest goes first; items of equal priority go in order of arrival.
 
         Raises:
@@ -184,15 +189,16 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
         """Return the parts for `item`: `async for part in batcher.stream(item)`.
 
         Args:
-            item: What the stepper's `start` gets.
-            timeout: Seconds until `DeadlineExceeded`, for the whole output. None: the batcher's.
+            item: The argument of the stepper's `start`.
+            timeout: Seconds until `DeadlineExceeded`, for the whole output. None: the timeout of
+                the batcher.
             priority: As for `await batcher(item)`.
             buffer: How many unread parts the caller has room for.
 
         Returns:
-            An async iterator for one event loop. `async with` queues the item on entering and
-            leaves the batch on leaving. It raises what `await batcher(item)` raises, also
-            `WorkerLost` after its first part, and `ReaderTooSlow`.
+            An async iterator for one event loop. Used in `async with`, it queues the item at once,
+            and leaves the batch at the end of the block. The iterator raises the errors of `await
+            batcher(item)`, and `ReaderTooSlow`. It raises `WorkerLost` also after its first part.
 
         Raises:
             TypeError: An argument has a wrong type.
@@ -206,7 +212,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
 
     @property
     def _seconds_busy(self) -> float:
-        """The shortest time that a replica or worker has run its step."""
+        """The shortest time for which a replica or worker has run its present step."""
         if self.pool is not None:
             return self.pool._seconds_busy
         now, runs = monotonic(), self._scheduler.runs()
@@ -256,7 +262,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
 def _maker(
     stepper_or_pool: Any, stepper: Callable[[Any], AnyStepper] | None, *, bounded: bool
 ) -> Callable[..., AnyStepper]:
-    """What makes a stepper on a worker."""
+    """Check the first arguments of a batcher; return the function that makes its steppers."""
     if isinstance(stepper_or_pool, ReplicaPool):
         if stepper is None:
             raise ValueError(

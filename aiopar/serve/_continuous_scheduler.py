@@ -42,7 +42,7 @@ class ContinuousScheduler(Scheduler):
         return [run for run in self._running() if isinstance(run, StepRun)]
 
     def _estimated_wait(self, request: Request) -> float:
-        """About how many seconds `request`, which is not queued, would wait until it joins."""
+        """Estimate how many seconds `request` would wait until it joins. It is not queued yet."""
         before = self._queue.batches_before(request)
         return before * self._tally.batch_seconds / max(1, self._runners.in_service)
 
@@ -51,7 +51,7 @@ class ContinuousScheduler(Scheduler):
     ) -> tuple[list[int], list[RunningRequest]]:
         """Remove the requests that have left `run`, and let others join.
 
-        Returns the keys of the former, and the newcomers.
+        Returns the keys of the requests that have left, and the newcomers.
         """
         with self._lock:
             left = self._remove(run, gone)
@@ -59,7 +59,7 @@ class ContinuousScheduler(Scheduler):
             joined = self._join(run)
         for one in joined:
             one.request.join(one)
-        # The next runner may start, because this one has its requests.
+        # Another runner may start now, because this batch has taken its requests.
         self._start_due()
         return left, joined
 
@@ -70,7 +70,7 @@ class ContinuousScheduler(Scheduler):
         return [one.key for one in removed]
 
     def _join(self, run: StepRun) -> list[RunningRequest]:
-        """Let the next requests join: as many as there is room for, and no more than a share."""
+        """Let the next requests join, up to the room and the share of this batch."""
         if not self._queue or (run.full and run.running):
             return []
         joined: list[RunningRequest] = []
@@ -79,7 +79,7 @@ class ContinuousScheduler(Scheduler):
         room = self._room(run) if run.runner.in_service else 0
         while len(joined) < room and (request := self._queue.leader) is not None:
             if request.done or request.deadline <= now:
-                # The caller of a late request is about to get its error from a timer.
+                # A timer is about to give the caller of a late request its error.
                 self._queue.discard(request)
                 request.skipped = not request.done
                 continue
@@ -103,7 +103,7 @@ class ContinuousScheduler(Scheduler):
         return inf if most is None else most * (1 - FREE_SHARE)
 
     def _room(self, run: StepRun) -> int:
-        """How many requests may join `run`: of several batches, none takes more than its share."""
+        """How many requests may join `run`: no batch takes more than its share."""
         others = [one for one in self.runs() if one is not run and one.runner.in_service]
         open_runs = [run, *(one for one in others if not one.full)]
         sharing = max(1, self._runners.in_service - len(others) - 1 + len(open_runs))
@@ -124,9 +124,9 @@ class ContinuousScheduler(Scheduler):
         Args:
             run: The batch.
             ended: The requests that have their result or an error.
-            refused: Newcomers that did not fit, and what they would hold if that is known.
+            refused: Newcomers that did not fit, each with what it would hold; 0: unknown.
             ticked: The result of the step.
-            times: How long the step took, the waits for first parts, and those between parts.
+            times: Seconds: of the step, from calls to first parts, and between parts.
         """
         with self._lock:
             self._remove(run, ended)

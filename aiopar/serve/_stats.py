@@ -59,10 +59,11 @@ class ModelStats:
 
     Attributes:
         name: The name that `load` is called with.
-        state: `"waiting"`: for its turn to be loaded, or for room. `"loading"`: `load` runs, or the
-            model is being opened. `"ready"`: uses get it. `"closing"`: it is evicted.
-        bytes: Its bytes, as for `max_bytes`; 0 until they are known.
-        users: How many uses have it or wait for it.
+        state: `"waiting"`: the model waits for its turn to load, or for room. `"loading"`: `load`
+            runs, or the model is being opened. `"ready"`: uses get the model. `"closing"`: it is
+            being evicted.
+        bytes: The bytes of the model that count for `max_bytes`; 0 until they are known.
+        users: How many uses have the model or wait for it.
     """
 
     name: str
@@ -110,9 +111,9 @@ class BatcherStats:
         queued: Items in the queue.
         in_flight: Items in running batches.
         completed: Items whose caller has got the output.
-        failed: Items whose caller has got an error: of the function, `batch_key` or `cost`, of a
-            pool that did not open, or of a batch that was ended. Refused, expired and cancelled
-            items count neither here nor as completed.
+        failed: Items whose caller has got an error: from the function, from `batch_key` or `cost`,
+            because the pool did not open, or because the batch was ended. Refused, expired and
+            cancelled items are neither failed nor completed.
         rejected: Refused items by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
             (no replica is in service), `closed`.
         batch_sizes: How many batches there were of each size.
@@ -136,14 +137,15 @@ class ContinuousStats:
 
     Attributes:
         queued: Items in the queue.
-        in_flight: Items in running batches, also those that wait for their readers or for memory.
+        in_flight: Items in running batches. Items that wait for their readers or for memory count.
         completed: Items whose caller has got the result, or has read all parts.
         failed: Items whose caller has got an error, as in `BatcherStats`.
         rejected: Refused items by cause, as in `BatcherStats`.
         steps: How many steps there were.
         parts: How many parts the steps have made.
         batch_sizes: How many steps there were of each size.
-        preempted: How many items had to leave their batch for a while because it held too much.
+        preempted: How many times an item was stopped, to go on later, because its batch held too
+            much or ran out of memory.
         queue_wait: The time from the call of an item until it joins a batch.
         compute: The time of a step.
         first_part: The time from the call of an item to its first part.
@@ -215,7 +217,7 @@ class Tally:
 
 
 class StepTally(Tally):
-    """The counts behind `ContinuousStats`; `batch_seconds` is the time of an item in a batch."""
+    """The counts behind `ContinuousStats`. `batch_seconds` is how long an item is in a batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,8 +231,8 @@ class StepTally(Tally):
         self.in_flight += len(waits)
         self._waits.extend(waits)
 
-    def ended(self, count: int, seconds: float) -> None:  # `left` knows them
-        """A batch has ended with so many items: its worker has failed."""
+    def ended(self, count: int, seconds: float) -> None:  # `left` has counted `seconds`
+        """The worker of a batch has failed; `count` items were in the batch."""
         self.in_flight -= count
 
     def left(self, durations: Sequence[float]) -> None:
@@ -242,7 +244,14 @@ class StepTally(Tally):
     def stepped(
         self, size: int, seconds: float, first_parts: Sequence[float], gaps: Sequence[float]
     ) -> None:
-        """Items have taken a step: the waits for their first parts, and between parts."""
+        """`size` items have taken a step of `seconds`.
+
+        Args:
+            size: How many items there were.
+            seconds: How long the step took.
+            first_parts: Seconds from calls to first parts.
+            gaps: Seconds between two parts of an item.
+        """
         self._steps += 1
         self._batch_sizes[size] += 1
         self._computes.append(seconds)

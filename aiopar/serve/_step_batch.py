@@ -18,7 +18,7 @@ FREE_SHARE = 0.1
 """The share of `max_batch_cost` that newcomers leave free, because the states that run grow."""
 
 Joining: TypeAlias = tuple[int, Any, Sequence[Any] | None]
-"""The key of a request, its item, and the parts that it has produced on a lost worker."""
+"""The key of a request, its item, and the parts that were made before its worker was lost."""
 
 
 @dataclass(slots=True)
@@ -28,14 +28,14 @@ class Ticked:
     Attributes:
         size: How many states took a step.
         parts: The parts, with the keys of their requests.
-        ended: The last result or the error of each request that has ended.
-        refused: Newcomers that did not fit, with what the first of them would hold.
+        ended: The result or the error of each request that has ended.
+        refused: Newcomers that did not fit. The first has what it would hold, the others 0.
         held: What all states hold.
         parked: How many states wait because the batch holds too much.
         preempted: How many states began to wait in this tick.
-        limit: The most states that fit into memory together, as far as is known.
-        failure: The first error of `step`, if no state could take its step.
-        forgotten: Whether the host does not know the states: it is a new host.
+        limit: The most states that take a step together; smaller after an out-of-memory error.
+        failure: The error of `step`, if no state could take its step.
+        forgotten: Whether the states are lost, because the host of the worker is new.
         keeps_parts: Whether the stepper can go on from the parts of a request.
     """
 
@@ -53,7 +53,7 @@ class Ticked:
 
     @property
     def with_parts(self) -> list[int]:
-        """The keys of the requests that got a part, perhaps with their result."""
+        """The keys of the requests with a part, also a last part."""
         last = [key for key, end in self.ended if type(end) is Done and end.part is not None]
         return [key for key, _ in self.parts] + last
 
@@ -76,8 +76,8 @@ class Ticked:
 class StepBatch:
     """The states of the requests that run on one stepper.
 
-    `ContinuousBatcher` calls `tick` on one worker. If the worker has a host, this object is copied
-    to it and lives there. A state is in one of these conditions::
+    `ContinuousBatcher` calls `tick` on one worker. If the worker has a host (a process or an
+    actor), this object is copied to the host once. A state is in one of these conditions::
 
         running --a reader has no room--> paused: not in the keys of a tick; holds its memory
         running, paused --the batch holds too much--> parked: stopped, holds nothing
@@ -87,7 +87,7 @@ class StepBatch:
         make: Makes the stepper, from the module of a replica if there is one.
         max_batch_size: The most states that take a step together.
         max_batch_cost: The most that all states may hold. None: no bound.
-        portable: Whether errors must be pickled on their way to the callers.
+        portable: Whether errors are pickled on their way to the callers.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class StepBatch:
         self._states: dict[int, Any] = {}
         """The states by the keys of their requests, the oldest first."""
         self._held: dict[int, float] = {}
-        """What each state holds, if that is bounded; of a parked state, what it would hold."""
+        """What each state holds, if `max_batch_cost` bounds it. A parked state would hold this."""
         self._parked: set[int] = set()
         self._preempted = 0
 
@@ -127,7 +127,7 @@ class StepBatch:
 
         Args:
             module: The module of the replica, for the first tick; None without a pool.
-            known: How many states the batch has had so far; 0: it is a new batch.
+            known: How many states this object must have before the tick; 0: a new batch begins.
             left: The keys of requests that have left.
             joining: The newcomers.
             keys: The keys of the requests whose readers have room, newcomers too; the oldest first.
@@ -173,7 +173,7 @@ class StepBatch:
         return sum(held for key, held in self._held.items() if key not in self._parked)
 
     def _has_room(self, need: float) -> bool:
-        """Whether a state that needs so much may come to the others."""
+        """Whether the batch has room for a state that holds `need`."""
         total = self._total
         return not total or total + need <= self._max_cost * (1 - FREE_SHARE)
 
@@ -195,7 +195,7 @@ class StepBatch:
             self._held[key] = need
 
     def _checked_need(self, stepper: AnyStepper, state: Any) -> float:
-        """What a started state holds; if it cannot run, stop it and raise."""
+        """Return what a started state holds. If the state can never fit, stop it and raise."""
         try:
             need = self._measure(stepper, state)
             if need > self._max_cost:
@@ -210,7 +210,7 @@ class StepBatch:
         return 0.0 if self._max_cost == inf else float(stepper.held(state))  # type: ignore[attr-defined]  # `_begin` has checked
 
     def _remove(self, stepper: AnyStepper, key: int) -> None:
-        """Forget a state; stop it unless it is stopped already."""
+        """Forget a state; stop it unless it is parked, and so stopped already."""
         if key in self._states:
             state = self._states.pop(key)
             del self._held[key]
@@ -239,7 +239,7 @@ class StepBatch:
             if len(fitting) >= self._group.limit:
                 break
             need = self._held[key]
-            # A reader that does not read loses the memory of its state before another one waits.
+            # States whose readers do not read are parked before a state waits that could step.
             for idle in reversed([one for one in self._states if one not in wanted]):
                 if idle not in self._parked and not self._has_room(need):
                     self._park(stepper, idle)
@@ -256,7 +256,14 @@ class StepBatch:
         ticked: Ticked,
         first: BaseException | None,
     ) -> None:
-        """Step these states, in halves after an error; `first` is the error of a larger batch."""
+        """Step these states. After an error, step the halves.
+
+        Args:
+            stepper: The stepper.
+            keys: The keys of the states.
+            ticked: Gets the results.
+            first: The error of the batch that these states are a half of.
+        """
         try:
             results = self._results(stepper, keys)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # the callers get every error
@@ -278,7 +285,7 @@ class StepBatch:
         full = isinstance(error, torch.OutOfMemoryError)
         if full and half:
             self._group.out_of_memory(len(keys))
-        # After a wrong number of results the states have taken the step.
+        # If the number of results was wrong, the states have taken the step: do not repeat it.
         repeats = getattr(stepper, "resumable", False) and not isinstance(error, OutputMismatch)
         if not half or not repeats:
             if first is not None and error is not first and error.__cause__ is None:
@@ -303,7 +310,7 @@ class StepBatch:
         return results
 
     def _bound(self, stepper: AnyStepper, keys: list[int], ticked: Ticked) -> None:
-        """Park the newest states if all hold too much; first those whose readers do not read."""
+        """While the states hold too much, park the newest; first those whose readers stall."""
         if self._max_cost == inf:
             return
         running = [key for key in self._states if key not in self._parked]
@@ -324,7 +331,7 @@ class StepBatch:
 
 
 def _stop(stepper: AnyStepper, state: Any) -> None:
-    """Tell the stepper that a state leaves, and log its error."""
+    """Tell the stepper that a state leaves; log the error of `stop`, if any."""
     stop = getattr(stepper, "stop", None)
     if stop is not None:
         try:
@@ -334,7 +341,7 @@ def _stop(stepper: AnyStepper, state: Any) -> None:
 
 
 def _error_in(ticked: Ticked) -> BaseException | None:
-    """The latest error of a request."""
+    """The last error among the results of a tick."""
     ends = [end for _, end in ticked.ended if isinstance(end, BaseException)]
     return ends[-1] if ends else None
 

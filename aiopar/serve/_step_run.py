@@ -39,7 +39,7 @@ class StepRunner(Runner):
         make: Makes the stepper, from the module of the replica if there is one.
         settings: The options of the batcher.
         executor: The executor of the worker.
-        caller: The state that the stepper runs under.
+        caller: The caller state (grad mode and so on) that the stepper runs under.
         replica: The replica whose module the stepper uses.
         replica_failed: Takes the replica out of service.
     """
@@ -72,7 +72,7 @@ class StepRunner(Runner):
 
     @property
     def removed(self) -> bool:
-        """Whether its worker was removed from the executor."""
+        """Whether the executor has removed the worker of this runner."""
         return self.worker is not None and self.worker not in self.executor._dispatcher.pool.workers
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class RunningRequest:
         self.latest = 0.0
         """When the latest part was sent; 0.0: none yet."""
         self.stalled: float | None = None
-        """Since when its reader has no room."""
+        """The time since which the reader has no room; None: the reader has room."""
 
     def read(self, _: Request) -> None:
         """Note that the reader has read a part, and may have room again."""
@@ -169,9 +169,10 @@ class RunningRequest:
         self.run.leave(self)
 
     def may_step(self, now: float) -> bool:
-        """Whether its state takes part in the next step: its reader has room."""
+        """Whether the request takes part in the next step: its reader has room."""
         if self.stalled is None and not self.request.has_room(self.sent):
-            self.stalled = now  # before the next look: a read kicks, or that look sees the read
+            # Set before room is looked at again: a read after this line kicks the batch.
+            self.stalled = now
         if self.stalled is not None:
             if not self.request.has_room(self.sent):
                 return False
@@ -180,17 +181,17 @@ class RunningRequest:
 
     @property
     def joining(self) -> Joining:
-        """What the stepper needs to start its state."""
+        """What the stepper needs to start the state of this request."""
         return self.key, self.request.item, self.produced or None
 
     @property
     def can_restart(self) -> bool:
-        """Whether it may run again from its start, or from its parts."""
+        """Whether the request may run again: from its start, or from the parts it has sent."""
         return not (self.sent and self.request.streams_outputs) or self.produced is not None
 
     @property
     def produced(self) -> list[Any] | None:
-        """The parts so far, if the stepper can go on from them."""
+        """The parts so far, if the stepper can go on from these parts."""
         request = self.request
         return request.produced if isinstance(request, StreamRequest) else None
 
@@ -199,23 +200,23 @@ TickArguments: TypeAlias = tuple[int, list[int], list[Joining], list[int]]
 """The arguments of `StepBatch.tick` after the module."""
 
 Delivery: TypeAlias = tuple[Request, Any, int, BaseException | None]
-"""A request, its part or result, the number of the part, and the error in place of these."""
+"""A request, its part or result, and the number of the part; or the request and its error."""
 
 
 class StepRun:
     """The batch of a runner while it has requests: one tick after the other.
 
-    A tick is one call on the worker: take who has left and who joins, stop and start their states,
-    take a step. The next tick is queued before the parts of this one are delivered. If a tick had
-    nothing to do, the batch rests until a *kick*: a read that makes room, a request that leaves, or
-    a newcomer. Every kick leads to one tick at most, so a newcomer without room costs one tick::
+    A tick is one call on the worker. It stops the states of requests that have left, starts those
+    of newcomers, and takes a step. The next tick is queued before the parts of this one are
+    delivered. If a tick had nothing to do, the batch rests until a *kick*: a read that makes room,
+    a request that leaves, or a newcomer. A kick leads to at most one tick, so that a newcomer
+    without room does not keep the worker busy::
 
         made -- begin --> ticking -- nothing to do --> resting -- kick --> ticking
                           ticking -- no requests, or an error of the worker --> ended
 
-    The worker makes all changes, one tick at a time, and the lists of requests under the
-    scheduler's lock. `kick` and `leave` may be called from any thread, also by the garbage
-    collector, so they take no lock.
+    Only ticks change the batch, one at a time; they change the requests under the scheduler's lock.
+    Any thread and the garbage collector may call `kick` and `leave`, so these take no lock.
     """
 
     too_large: Sequence[Sequence[Request]] = ()
@@ -234,7 +235,7 @@ class StepRun:
         self._fresh = True
         self._left: deque[RunningRequest] = deque()
         self._token: list[None] = []
-        """Holds one element while the batch rests; who takes the element queues the next tick."""
+        """Holds one element while the batch rests. The thread that pops it queues the next tick."""
         self._kicked = False
         self._cancelled = False
         self._broken: BaseException | None = None
@@ -257,7 +258,7 @@ class StepRun:
 
     def kick(self) -> None:
         """Let the batch look for work once more."""
-        self._kicked = True  # first: a tick that ends without work looks at it afterwards
+        self._kicked = True  # before the token: `_rest` puts the token back, then reads this flag
         try:
             self._token.pop()
         except IndexError:
@@ -281,7 +282,7 @@ class StepRun:
         self.kick()
 
     def end_stalled(self, seconds: float) -> None:
-        """Fail the streams whose readers have had no room for so many seconds."""
+        """Fail the streams whose readers have had no room for `seconds`."""
         if not (self.full or len(self.running) >= self.runner.limit or self.scheduler.closing):
             return  # the items that wait are about to join
         now = monotonic()
@@ -289,7 +290,7 @@ class StepRun:
             if one.stalled is None or now - one.stalled < seconds:
                 continue
             waker = one.request.awaiter.waker
-            why = f"other items wait, and the caller has not read for {seconds:g} s"
+            why = f"the caller has not read for {seconds:g} s, and its place is needed"
             waker.post(partial(one.request.fail_at_once, ReaderTooSlow(why)))
             if waker.finished:  # the loop was closed
                 self.leave(one)
@@ -328,7 +329,7 @@ class StepRun:
         worker = self.runner.worker = current_worker()
         assert worker is not None  # noqa: S101  # ticks run on workers
         if worker.launches is not None:
-            # The step runs after the newcomers' work, and the callers' later work after the step.
+            # On the device: the newcomers' work, then this step, then the callers' later work.
             call.streams = tuple(streams_of(self.requests))
             worker.launches.order(call.streams, tensors([one.request.item for one in joined]))
         arguments = known, left, [one.joining for one in joined], [one.key for one in steps]
@@ -413,7 +414,7 @@ class StepRun:
         return deliveries
 
     def _time_parts(self, ticked: Ticked, now: float) -> tuple[list[Request], list[float]]:
-        """The requests that have their first part, and the seconds between parts of the others."""
+        """The requests with their first part; for other requests, the seconds since their last."""
         first_parts, gaps = list[Request](), list[float]()
         for key in ticked.with_parts:
             one = self.running[key]
@@ -443,7 +444,7 @@ class StepRun:
     def ended(
         self, goes_on: bool, deliveries: Sequence[Delivery], error: BaseException | None
     ) -> None:
-        """A tick has ended, and its parts are complete on the device.
+        """Deliver the parts of a tick, which are complete on the device.
 
         Args:
             goes_on: Whether the next tick is queued.
@@ -482,7 +483,7 @@ class StepRun:
         if self.runner.replica is None:
             self.runner.worker = None  # the next batch may run on any worker
         late = not (running or self._fresh or self.runner.is_replica_failure(error))
-        # After a late error of its last step the batch has ended; the queue has no part in it.
+        # Its requests ended before this late error of the last step: it must not fail the queue.
         self._end([PartOutcome(rest, error=shown)], lost, None if late else error)
         self.running.clear()  # the requests refer to this batch
 

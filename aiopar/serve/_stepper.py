@@ -28,30 +28,35 @@ class Done(Generic[Out_co]):
 class Stepper(Protocol[In_contra, State, Part_co]):
     """A model that works in steps. `ContinuousBatcher` calls its methods on one worker.
 
-    Two methods never run at the same time, so a stepper needs no lock. A state may be any object:
-    the requests' tensors, or a handle if the stepper keeps the batch itself.
+    The batcher never calls two methods at the same time, so a stepper needs no lock. A state may be
+    any object: the tensors of a request, or a handle if the stepper keeps the tensors of the batch.
 
     A stepper may have three more methods and an attribute, which are looked up by name:
 
-    - `stop(state)`: called once when a state leaves, before the next `step`: the request is done,
-      cancelled, late, failed or preempted. Frees what the state holds.
+    - `stop(state)`: frees what the state holds. Called each time a state leaves the batch, before
+      the next `step`: the request is done, cancelled, late, failed or preempted. A newcomer that
+      does not fit is stopped too, and its item is started again later.
     - `held(state) -> float`: what the state holds now, in the unit of `max_batch_cost` (tokens,
-      bytes). Of a state that was only started: what it holds after its first full step.
-    - `resume(item, parts) -> State`: as `start`, for a request whose worker was lost after it had
-      delivered `parts`. The next step must make the part that follows them.
-    - `resumable = True`: a stopped state may be given to `step` again, and then rebuilds what
-      `stop` has freed. `step` may also be called again for the same states after it has raised.
-      Only such a stepper can be preempted, and only its failed batches are split.
+      bytes). Before the first step of a state: what the state will hold after that step.
+    - `resume(item, parts) -> State`: replaces `start` for a request that has sent `parts` and then
+      lost its worker. The next step must make the part that follows `parts`.
+    - `resumable = True` promises two things. `step` may get a state again that was stopped: the
+      stepper rebuilds what `stop` has freed. And `step` may be repeated for the same states after
+      it has raised. Without this attribute no request is preempted, and a failed batch is not
+      split to find the bad request.
     """
 
     def start(self, item: In_contra) -> State:
-        """Make the state of a new request, without a forward. An error fails only this item."""
+        """Make the state of a new request, without a forward. An error fails only this item.
+
+        Called again for the same item if its first state did not fit and was stopped.
+        """
 
     def step(self, states: list[State]) -> Sequence[Part_co | Done[Any] | Exception | None]:
         """Take one step for all `states`; the oldest request is first.
 
-        Returns one entry per state: a part; None if there is no part yet (a prompt may take several
-        steps); `Done` at the end; or an `Exception`, which fails only this request.
+        Returns one entry per state: a part; None if this step made no part (a prompt may take
+        several steps); `Done` at the end; or an `Exception`, which fails only this request.
         """
 
 
@@ -59,7 +64,7 @@ AnyStepper: TypeAlias = Stepper[Any, Any, Any]
 
 
 def check_stepper(given: object, *, bounded: bool) -> None:
-    """Raise TypeError unless `given` is a stepper; ValueError if it lacks `held` and is bounded."""
+    """Raise unless `given` is a stepper, with `held` if its batch is `bounded`."""
     methods = {
         name: getattr(given, name, None) for name in ("start", "step", "stop", "held", "resume")
     }

@@ -19,29 +19,31 @@ from ._row import Row
 from ._sampling import Choice, choose
 from ._slots import Slots
 
-_Work: TypeAlias = list[tuple[Row, int]]  # how many tokens of each row are computed
+_Work: TypeAlias = list[tuple[Row, int]]  # rows, with how many tokens to compute
 
 
 class CausalLM(Stepper[Prompt, Any, Token]):
     """A causal language model of transformers as a `Stepper`.
 
-    Each step generates one token of each request, and computes at most `prefill_tokens` tokens of
-    prompts: a long prompt holds up nobody. Greedy tokens are those of `model.generate` for the
-    prompt alone. They may differ where two tokens are equally likely to the model's precision,
-    which happens in bfloat16: the shape of a batch decides how sums are rounded.
+    Each step generates one token of each request whose prompt is computed. The same step computes
+    at most `prefill_tokens` tokens of prompts, so a long prompt does not hold up other requests.
 
-    Of the model's generation config, the end-of-sequence tokens are used, and nothing else.
+    Greedy tokens are those of `model.generate` for the prompt alone. They may differ if two tokens
+    are equally likely in the model's precision. That happens in bfloat16: the shape of a batch
+    decides how sums are rounded.
+
+    The model's generation config gives the end-of-sequence tokens. Its other settings are ignored.
 
     Args:
         model: A `PreTrainedModel` in evaluation mode, on one device, with attention by "sdpa" or
             "eager".
-        tokenizer: The model's tokenizer. None: prompts are ids, and texts are empty.
-        prefill_tokens: How many tokens of prompts a step computes, padding included.
+        tokenizer: The model's tokenizer. None: prompts must be ids, and texts are empty.
+        prefill_tokens: The most tokens of prompts that a step computes, padding included.
 
     Raises:
-        TypeError: The model or the tokenizer is of another kind.
-        ValueError: The model cannot run in slots: it has a recurrent state, positions that it
-            computes itself (ALiBi), or an encoder; or it is in training mode.
+        TypeError: The model or the tokenizer has a wrong type.
+        ValueError: The model cannot run in slots. For example, it has a recurrent state or an
+            encoder, or it computes positions itself (ALiBi), or it is in training mode.
 
     Example:
         >>> import transformers
@@ -85,13 +87,13 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         """See `Stepper.start`.
 
         Raises:
-            InvalidInput: The prompt is empty, has an id that the model lacks, or is too long for
-                the model together with `max_tokens`.
+            InvalidInput: The prompt is empty, or has an id that the model does not have. Or prompt
+                and `max_tokens` together exceed the model's context.
         """
         if not isinstance(item, Prompt):
             raise TypeError(f"CausalLM needs aiopar.transformers.Prompt, not {type(item).__name__}")
         if self._tokenizer is None and (isinstance(item.prompt, str) or item.stop):
-            raise InvalidInput("a prompt of text, and stop strings, need a tokenizer")
+            raise InvalidInput("text prompts and stop strings need a tokenizer: CausalLM(model, tokenizer)")
         ids = (
             self._tokenizer(item.prompt).input_ids if isinstance(item.prompt, str) else item.prompt
         )
@@ -101,13 +103,13 @@ class CausalLM(Stepper[Prompt, Any, Token]):
             raise InvalidInput(f"token ids must be from 0 to {self._config.vocab_size - 1}")
         if self._context and len(ids) + item.max_tokens > self._context:
             raise InvalidInput(
-                f"{len(ids)} tokens of prompt and {item.max_tokens} of max_tokens are more than "
-                f"the {self._context} tokens of the model's context"
+                f"the prompt has {len(ids)} tokens, and max_tokens is {item.max_tokens}: together "
+                f"more than the model's context of {self._context} tokens"
             )
         return Row(item, list(ids), self._tokenizer)
 
     def resume(self, item: Prompt, parts: Sequence[Token]) -> Row:
-        """See `Stepper`: a request that goes on after `parts`."""
+        """Make the state of a request that goes on after `parts`; see `Stepper`."""
         row = self.start(item)
         for token in parts:
             row.text.push(token.id)
@@ -116,7 +118,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         return row
 
     def held(self, state: Row) -> float:
-        """How many tokens of keys and values the request holds after its next full step."""
+        """The tokens of keys and values that the request holds when all its ids are computed."""
         return len(state.ids)
 
     def stop(self, state: Row) -> None:
@@ -138,7 +140,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         """Generate the next token of each request; see `Stepper.step`."""
         works = [work for work in self._plan(states) if work]
         with torch.inference_mode():
-            # No state changes before all this is done, so that a step that fails can be repeated.
+            # States change only after this line, so that a step that fails can be repeated.
             choices = [choose(*self._forward(work)) for work in works]
         for row, count in itertools.chain(*works):
             row.cached += count
@@ -146,7 +148,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         return [self._part(row, chosen[row]) if row in chosen else None for row in states]
 
     def _plan(self, states: list[Row]) -> tuple[_Work, _Work]:
-        """How many tokens of which rows to compute: of those that decode, and of prompts."""
+        """Plan a step: the rows that compute one token, and the rows that compute prompts."""
         prompts: _Work = []
         width = 0
         for row in states:
@@ -160,7 +162,8 @@ class CausalLM(Stepper[Prompt, Any, Token]):
     def _forward(self, work: _Work) -> tuple[dict[Row, int], torch.Tensor]:
         """Compute the next tokens of rows.
 
-        Returns the rows of which no token is missing, each with the index of its logits.
+        Returns the rows that are ready for their next token, and the logits. Each row has the
+        index of its logits.
         """
         for row, _ in work:
             if row.slot is None:
@@ -176,7 +179,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         numbers = torch.tensor(table, device=self._model.device)
         slots, cached, counts, ids = torch.split(numbers, [1, 1, 1, width], 1)
         places = cached + torch.arange(width, device=ids.device)
-        # Padding lies behind its row, where the row's next tokens will be: nobody attends to it.
+        # Padding is written where the row's next tokens will be: the mask hides these places.
         positions = torch.minimum(places, cached + counts - 1)
         length = max(row.cached + count for row, count in work)
         self._cache.capacity = len(self._rows), max(row.written for row in self._rows)
@@ -200,7 +203,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         return ready, logits.flatten(0, 1)
 
     def _mask(self, positions: torch.Tensor, length: int) -> Any:
-        """Which keys each token attends to, in the form that the model's own code makes it."""
+        """The attention mask, in the form that the model's own code makes."""
         keys = torch.arange(length, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
@@ -250,7 +253,7 @@ def _check_model(model: Any) -> None:
     if model.config.is_encoder_decoder:
         reason = "it has an encoder"
     elif model._is_stateful or not {*kinds} <= _KINDS:
-        reason = "its layers keep a state that is not one of keys and values per token"
+        reason = "its layers keep more than keys and values per token, such as a recurrent state"
     elif getattr(config, "alibi", False) or "position_ids" not in taken:
         reason = "it does not take the positions of tokens (ALiBi)"
     elif not {"past_key_values", "logits_to_keep"} <= {*taken}:
@@ -275,11 +278,11 @@ def _windows(config: Any) -> dict[str, int]:
 
 
 def _context(config: Any) -> int | None:
-    """How many tokens the model can take. None: any number."""
+    """The most tokens of a prompt and its text. None: no limit."""
     limit: int | None = getattr(config, "max_position_embeddings", None)
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
-        # Beyond this bound the longest row of a batch would change the positions of all rows.
+        # Above this limit the longest row of a batch would change the positions of all rows.
         if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
             limit = rope.get("original_max_position_embeddings", limit)
     return limit

@@ -1,4 +1,4 @@
-"""`Prompt`, and what becomes of it: `Token` and `Completion`."""
+"""`Prompt`, the request for a language model; `Token`, its part; `Completion`, its result."""
 
 import math
 import operator
@@ -16,16 +16,17 @@ class Prompt:
     """A request for `CausalLM`.
 
     Args:
-        prompt: Text, or token ids. Text is tokenized as `tokenizer(text)` does it, special tokens
-            included; for a chat, give the ids of `tokenizer.apply_chat_template`.
-        max_tokens: How many tokens to generate at most.
-        temperature: 0 takes the most likely token; above 0, tokens are drawn.
+        prompt: Text, or token ids. Text becomes `tokenizer(text).input_ids`, with special tokens.
+            For a chat, give the ids of `tokenizer.apply_chat_template`.
+        max_tokens: The most tokens to generate.
+        temperature: 0: take the most likely token. Above 0: draw tokens.
         top_k: Draw from the `top_k` most likely tokens only. 0: from all.
-        top_p: Draw from the fewest tokens whose probabilities sum up to `top_p`.
+        top_p: Draw from the fewest tokens whose probabilities add up to at least `top_p`.
         stop: Strings that end the text. The text does not contain them.
-        seed: Makes draws repeatable. They do not depend on what else runs in the batch.
-        logprobs: Give each token its log probability, and those of so many alternatives.
-        ignore_eos: Go on to `max_tokens`, whatever the model says.
+        seed: Makes draws repeatable, whatever else runs in the batch. None: a random seed.
+        logprobs: Give the log probability of each token, and of this many most likely tokens. None:
+            give none.
+        ignore_eos: Do not end at an end-of-sequence token.
 
     Raises:
         TypeError: An argument has a wrong type.
@@ -70,11 +71,12 @@ class Token:
 
     Attributes:
         id: The token's id.
-        text: The text that has become sure by this token. Empty while a character is incomplete,
-            or while a stop string may have begun.
-        logprob: The log probability, before temperature, `top_k` and `top_p`. None: not asked for.
-        top_logprobs: Ids and log probabilities of the most likely tokens, if asked for.
-        finish_reason: Of the last token: that of its `Completion`.
+        text: The text that this token completes. Empty while a character is incomplete, or while
+            the text may be the beginning of a stop string.
+        logprob: The log probability, before temperature, `top_k` and `top_p`. None: the prompt has
+            no `logprobs`.
+        top_logprobs: Ids and log probabilities of the most likely tokens. None: as for `logprob`.
+        finish_reason: The last token has the `finish_reason` of the `Completion`; others have None.
     """
 
     id: int
@@ -90,8 +92,9 @@ class Completion:
 
     Attributes:
         text: The texts of `tokens`, joined.
-        tokens: The generated tokens. The last one is the end-of-sequence token if that ended it.
-        finish_reason: "stop": an end-of-sequence token or a stop string; "length": `max_tokens`.
+        tokens: The generated tokens, also the end-of-sequence token.
+        finish_reason: What ended the text. "stop": an end-of-sequence token or a stop string.
+            "length": `max_tokens`.
         prompt_tokens: How many tokens the prompt has.
     """
 

@@ -8,7 +8,7 @@ from ._request import Prompt, Token
 
 
 class Row:
-    """A request: its tokens, and the slot that holds the keys and values of the first of them."""
+    """The state of a request: its tokens, and the slot of their keys and values."""
 
     __slots__ = ("cached", "ids", "prompt", "seed", "slot", "text", "tokens", "written")
 
@@ -19,12 +19,12 @@ class Row:
         self.text = Text(tokenizer, ids, prompt.stop)
         self.seed = random.getrandbits(64) if prompt.seed is None else prompt.seed
         self.slot: int | None = None
-        self.cached = 0  # so many of `ids` have keys and values
-        self.written = 0  # so many places of the slot are not zero
+        self.cached = 0  # how many of `ids` have keys and values
+        self.written = 0  # how many places of the slot may be not zero
 
     @property
     def missing(self) -> int:
-        """How many tokens have no keys and values yet. The last of them gives the next token."""
+        """How many tokens have no keys and values yet. Computing the last one gives a new token."""
         return len(self.ids) - self.cached
 
     def draw(self) -> float:
@@ -40,7 +40,7 @@ class Text:
         self._stop = stop
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False
-        # The text before decides about spaces, so the last tokens that are known are decoded again.
+        # The last known tokens are decoded again: they decide whether a space follows.
         self._known: list[int] = list(before[-8:])
         self._new: list[int] = []
         self._length = len(self._decoded())  # of the text of the known tokens
@@ -53,7 +53,7 @@ class Text:
         return str(self._tokenizer.decode(ids, **options))
 
     def push(self, token: int) -> str:
-        """Return the text that is sure now."""
+        """Add a token; return the text that is complete now."""
         self._new.append(token)
         text = self._decoded()
         if len(text) <= self._length or text.endswith("\N{REPLACEMENT CHARACTER}"):
@@ -68,7 +68,7 @@ class Text:
         return text[:sure]
 
     def rest(self) -> str:
-        """Return what was held back: no stop string came."""
+        """Return the text that was held back, at the end: no stop string followed."""
         rest, self._held = self._held, ""
         return rest
 

@@ -19,7 +19,7 @@ class Choice(NamedTuple):
 
 
 def choose(ready: dict[Row, int], logits: torch.Tensor) -> dict[Row, Choice]:
-    """Choose the next token of each row; a number is the index of its logits."""
+    """Choose the next token of each row. `ready` has the index of the logits of each row."""
     scores = logits.float()
     if scores.device.type == "cpu":
         best = torch.from_numpy(scores.numpy().argmax(-1))  # torch's own takes ten times as long
@@ -44,14 +44,14 @@ def choose(ready: dict[Row, int], logits: torch.Tensor) -> dict[Row, Choice]:
 
 def _draw(scores: torch.Tensor, prompt: Prompt, chance: float) -> torch.Tensor:
     """Draw a token: the first whose cumulative probability is above `chance`."""
-    # A lower temperature would overflow, and hardly changes a probability.
+    # Below this bound the division would overflow, and probabilities would hardly change.
     probabilities = ((scores - scores.max()) / max(prompt.temperature, 1e-6)).softmax(-1)
     order = None
     if prompt.top_k:
         probabilities, order = probabilities.topk(min(prompt.top_k, len(scores)))
         probabilities /= probabilities.sum()
     elif prompt.top_p < 1:
-        # All tokens below this bound together have less than 1 - top_p: no need to sort them.
+        # Together the tokens below this bound have less than 1 - top_p, so they are not sorted.
         order = (probabilities >= (1 - prompt.top_p) / len(scores)).nonzero()[:, 0]
         probabilities, by_size = probabilities[order].sort(descending=True)
         order = order[by_size]
@@ -60,6 +60,6 @@ def _draw(scores: torch.Tensor, prompt: Prompt, chance: float) -> torch.Tensor:
     enough = (mass < prompt.top_p).sum().clamp(max=len(mass) - 1) if prompt.top_p < 1 else -1
     whole = mass[enough]
     index = torch.searchsorted(mass, chance * whole, right=True)
-    # If the chance was rounded to 1: not a token behind all that have a probability.
+    # If rounding makes the chance 1, the search ends behind the last token with a probability.
     index = torch.minimum(index, torch.searchsorted(mass, whole))
     return index if order is None else order[index]

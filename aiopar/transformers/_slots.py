@@ -10,10 +10,10 @@ from transformers import Cache
 class Slots(Cache):
     """Keys and values of all rows: per layer two buffers [slot, position, head, feature].
 
-    The attributes say what the next forward needs.
+    The stepper sets the attributes before each forward.
     """
 
-    capacity: tuple[int, int]  # so many slots and positions are in use
+    capacity: tuple[int, int]  # how many slots and positions are in use
     target: tuple[torch.Tensor, torch.Tensor]  # the slots and positions that are written
     source: tuple[Any, slice]  # the slots and positions that are read
 
@@ -29,7 +29,7 @@ class Slots(Cache):
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values [row, head, position, feature] of a layer; return those to read."""
+        """Write keys and values [row, head, position, feature] of a layer; return `source`."""
         states = [key_states.transpose(1, 2), value_states.transpose(1, 2)]
         old = self._buffers.get(layer_idx) or [new[:0, :0] for new in states]
         buffers = [self._fitted(*pair) for pair in zip(old, states, strict=True)]
@@ -40,7 +40,7 @@ class Slots(Cache):
         return keys, values
 
     def _fitted(self, buffer: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """The buffer, or one of another size with its content: the next powers of two."""
+        """Return the buffer, or a copy in another size: the next powers of two."""
         slots, places = (1 << (size - 1).bit_length() for size in self.capacity)
         small = len(buffer) < slots or buffer.shape[1] < places
         if not small and len(buffer) <= 4 * slots and buffer.shape[1] <= 4 * places:
@@ -54,7 +54,7 @@ class Slots(Cache):
     def free(self, slot: int, last: int, places: int) -> None:
         """Move the first places of slot `last` into `slot`, and make those of `last` zero.
 
-        Zero, because a NaN would reach the next row in this slot: attention multiplies by 0.
+        A NaN that stays would reach the next row in this slot: attention multiplies it by 0.
         """
         for buffer in itertools.chain(*self._buffers.values()):
             buffer[slot : slot + 1, :places] = 0

@@ -484,7 +484,7 @@ def test_bad_prompts_are_refused(
         (Prompt([]), "the prompt has no tokens"),
         (Prompt([3, VOCABULARY]), "token ids must be from 0 to 96"),
         (Prompt([-1]), "token ids must be from 0 to 96"),
-        (Prompt([3] * 100, max_tokens=29), "100 tokens of prompt and 29 .* 128 tokens"),
+        (Prompt([3] * 100, max_tokens=29), "100 tokens, and max_tokens is 29: .* 128 tokens"),
         (Prompt("text"), "need a tokenizer"),
         (Prompt([3], stop="."), "need a tokenizer"),
     ],
