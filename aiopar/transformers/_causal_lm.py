@@ -93,7 +93,7 @@ class CausalLM(Stepper[Prompt, Any, Token]):
         if not isinstance(item, Prompt):
             raise TypeError(f"CausalLM needs aiopar.transformers.Prompt, not {type(item).__name__}")
         if self._tokenizer is None and (isinstance(item.prompt, str) or item.stop):
-            raise InvalidInput("text prompts and stop strings need a tokenizer: CausalLM(model, tokenizer)")
+            raise InvalidInput("text prompts and stop strings need a tokenizer")
         ids = (
             self._tokenizer(item.prompt).input_ids if isinstance(item.prompt, str) else item.prompt
         )

@@ -502,5 +502,5 @@ def test_an_item_of_another_type_is_refused() -> None:
 
 
 def test_positions_that_change_with_the_longest_row_bound_the_context() -> None:
-    with pytest.raises(InvalidInput, match="the 64 tokens of the model's context"):
+    with pytest.raises(InvalidInput, match="the model's context of 64 tokens"):
         CausalLM(tiny("Phi3")).start(Prompt([3] * 60, max_tokens=5))
