@@ -233,7 +233,8 @@ class StepRun:
         self.full = False
         """Whether the batch has no room for the request that is next."""
         self._fresh = True
-        self._left: deque[RunningRequest] = deque()
+        self._left: deque[int] = deque()
+        """The keys of requests that have left; some have ended since."""
         self._token: list[None] = []
         """Holds one element while the batch rests. The thread that pops it queues the next tick."""
         self._kicked = False
@@ -269,7 +270,7 @@ class StepRun:
         """Note that a caller does not wait any more."""
         if self.running.get(one.key) is not one:
             return  # its state has ended
-        self._left.append(one)
+        self._left.append(one.key)
         call = self._call
         others = [request for request in self.requests if request is not one.request]
         if call is not None and all(request.done for request in others):
@@ -357,7 +358,8 @@ class StepRun:
         """The requests that have left."""
         gone = [*self.running.values()] if self._cancelled else []
         while self._left:
-            gone.append(self._left.popleft())
+            if (one := self.running.get(self._left.popleft())) is not None:
+                gone.append(one)
         return gone
 
     def _watch(

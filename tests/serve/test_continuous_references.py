@@ -9,6 +9,7 @@ import anyio
 import pytest
 
 import aiopar
+from aiopar.testing import Gate
 from tests.freeing import survivors, without_gc
 
 from .batches import current_executor
@@ -96,6 +97,20 @@ async def test_what_an_await_returns_is_released() -> None:
             for _ in range(5):
                 tasks.start_soon(call)
         assert len(stepper.watched) == 5 * 5
+        assert await survivors(stepper.watched) == []
+
+
+async def test_a_caller_that_leaves_in_its_last_step_leaves_nothing() -> None:
+    gate = Gate()
+    stepper = Watching(gate)
+    async with current_executor(["cpu"]), aiopar.ContinuousBatcher(stepper) as batcher:
+        with gate:
+            async with batcher.stream(Thing()):
+                await gate.entered()
+                gate.let_on()
+                await gate.entered(2)
+        await idle(batcher)
+        assert len(stepper.watched) == 5
         assert await survivors(stepper.watched) == []
 
 
