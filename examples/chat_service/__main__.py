@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--timeout", type=float, default=120, help="seconds per answer")
     args = parser.parse_args(argv)
-    from .app import create_app  # torch and transformers, which takes seconds
+    from .app import create_app  # imports torch and transformers: seconds
 
     try:
         app = create_app(args.devices, max_batch_size=args.max_batch_size, timeout=args.timeout)

@@ -43,11 +43,11 @@ UNSERVED = (
     aiopar.ServiceClosed,
     aiopar.WorkerLost,
 )
-UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}  # the latter for nginx
+UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}  # x-accel-buffering is for nginx
 
 
 class Answer(ABC):
-    """The answer to one request. A subclass for each API writes its choices."""
+    """The answer to one request. Each of the two APIs has a subclass, which writes `choices`."""
 
     response: ClassVar[Callable[..., OpenAIResponse]]
     chunk: ClassVar[Callable[..., OpenAIResponse]]
@@ -69,7 +69,7 @@ class Answer(ABC):
         self, batcher: Batcher, prompts: Sequence[Prompt], *, include_usage: bool
     ) -> StreamingResponse:
         """Answer all prompts at the same time, token by token."""
-        # The buffer holds the whole answer: a client that reads slowly does not hold it up.
+        # The buffer holds the whole answer, so a slow client does not stop the generation.
         streams = [batcher.stream(prompt, buffer=prompt.max_tokens) for prompt in prompts]
         chunks = self._chunks(streams, include_usage)
         # Before the response begins, an error still gets its own status.
@@ -148,7 +148,7 @@ class ChatAnswer(Answer):
 
     def _with_bytes(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         text = self._text_of(token_id)
-        in_part = "\N{REPLACEMENT CHARACTER}" in text  # of a character
+        in_part = "\N{REPLACEMENT CHARACTER}" in text  # a part of a character
         return {"token": text, "logprob": logprob, "bytes": None if in_part else [*text.encode()]}
 
 
@@ -189,7 +189,7 @@ class TextAnswer(Answer):
 async def in_turn(
     streams: Sequence[OutputStream[Token]],
 ) -> AsyncGenerator[tuple[int, Token], None]:
-    """The next token of each stream in turn, with the number of the stream."""
+    """Yield the next token of each stream in turn, with the number of the stream."""
     async with AsyncExitStack() as stack:
         # Entering a stream queues its prompt, so all are generated at the same time.
         running = {n: await stack.enter_async_context(each) for n, each in enumerate(streams)}
@@ -204,13 +204,13 @@ async def in_turn(
 async def _events(
     first: OpenAIResponse, others: AsyncGenerator[OpenAIResponse, None]
 ) -> AsyncIterator[str]:
-    """Server-sent events. A client that leaves stops the generation."""
+    """Yield server-sent events. If the client disconnects, the generation stops."""
     async with aclosing(others):
         yield _event(first)
         try:
             async for chunk in others:
                 yield _event(chunk)
-        except UNSERVED as error:  # too late for another status
+        except UNSERVED as error:  # the status was sent before
             yield _event(OpenAIError(error=Trouble(message=str(error), type="server_error")))
         else:
             yield "data: [DONE]\n\n"

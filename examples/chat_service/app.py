@@ -3,13 +3,13 @@
     make chat
     uvicorn --factory examples.chat_service.app:create_app
 
-Endpoints: /v1/chat/completions, /v1/completions and /v1/models as in OpenAI's API. / is a page with
-several conversations at once, which shows the batch that they share. /docs describes the API. For
-operators: /healthz, /readyz and /metrics; DASHBOARD=/aiopar adds a live page at that path. The
-service has no authentication, so it listens on loopback.
+/v1/chat/completions, /v1/completions and /v1/models are endpoints of OpenAI's API. / is a page with
+several conversations at the same time. The page shows the batch that the conversations share. /docs
+describes the API. For operators there are /healthz, /readyz and /metrics; DASHBOARD=/aiopar adds a
+live page at that path. The service has no authentication, so it listens on loopback.
 
-A request joins the batch between two steps, and leaves it at once: at its end, or when its client
-has left.
+A request joins the batch between two steps. It leaves the batch when its text ends, or when its
+client disconnects.
 """
 
 import os
@@ -49,10 +49,10 @@ MAX_BODY = 500_000
 def create_app(
     devices: Sequence[str | int] | None = None, *, max_batch_size: int = 16, timeout: float = 120.0
 ) -> FastAPI:
-    """The application. It can be started once.
+    """Make the application. It can be started once.
 
     Args:
-        devices: One replica for each. None: all accelerators, or else the CPU.
+        devices: The devices; each has a replica. None: all accelerators, or else the CPU.
         max_batch_size: How many answers each replica generates at the same time.
         timeout: Seconds per answer.
     """
@@ -71,7 +71,7 @@ def create_app(
     @asynccontextmanager
     async def ready(_: FastAPI) -> AsyncIterator[None]:
         with closing(PrometheusMetrics(pool, batcher)):
-            await batcher(Prompt([1], max_tokens=2))  # the first steps take long
+            await batcher(Prompt([1], max_tokens=2))  # the first steps are slow
             yield
 
     app = FastAPIOffline(  # Swagger UI on /docs comes from this server, not from a CDN
@@ -103,7 +103,7 @@ def dtype_for(devices: Sequence[str | int]) -> torch.dtype:
 
 
 def page_routes(batcher: Batcher, max_batch_size: int) -> APIRouter:
-    """The page, and what it asks for every half second."""
+    """The page, and the state of the batch, which the page asks for every half second."""
     router = APIRouter(include_in_schema=False)
 
     @router.get("/")

@@ -16,12 +16,12 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def refusal(status: int, message: str, *, param: str, code: str | None = None) -> HTTPException:
-    """What an endpoint raises where clients look for a `code`."""
+    """Return the error that an endpoint raises if clients look at its `param` or `code`."""
     return HTTPException(status, {"message": message, "param": param, "code": code})
 
 
 def answer_in_openai_form(app: FastAPI) -> None:
-    """Have the errors that `app` has handlers for answered in OpenAI's form."""
+    """Wrap the error handlers of `app`, so that their responses have OpenAI's form."""
     for kind, handler in [*app.exception_handlers.items()]:
         app.add_exception_handler(kind, partial(_answer, handler))
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -33,16 +33,16 @@ async def _answer(handler: Any, *args: Any) -> Response:
     given = detail if isinstance(detail, dict) else {"message": detail}
     status = response.status_code
     kept = {name: value for name, value in response.headers.items() if name in _KEPT}
-    return _response(400 if status == 422 else status, given, kept)  # OpenAI has no 422
+    return _response(400 if status == 422 else status, given, kept)  # OpenAI's API has no 422
 
 
 _KEPT = {"retry-after", "allow"}
 
 
 async def _invalid(_: Request, error: Any) -> Response:
-    # Only the first error, as in OpenAI's API, and without the input, which may be long.
+    # As in OpenAI's API, only the first error; without the input, because that may be long.
     first = error.errors()[0]
-    # ["body", "prompt", 0, "a text"]; the last one is a tag of the schema, not a name of the body.
+    # For example ["body", "prompt", 0, "a text"]. "a text" is a tag of the schema, not a name.
     path = () if first["type"] == "json_invalid" else first["loc"][1:]  # a position, or names
     names = [name for name in path if isinstance(name, int) or name.isidentifier()]
     param = "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)[1:]

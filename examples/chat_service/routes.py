@@ -32,7 +32,7 @@ def openai_routes(batcher: Batcher, tokenizer: PreTrainedTokenizerBase) -> APIRo
 
     @router.post("/chat/completions", response_model=ChatCompletion)
     async def chat(request: ChatRequest) -> Any:
-        """The next message of a conversation, `n` times."""
+        """Write `n` replies to a conversation."""
         check_model(request.model)
         prompt = await aiopar.run_sync(chat_tokens, tokenizer, request.messages)
         max_tokens = request.max_completion_tokens or request.max_tokens
@@ -42,7 +42,7 @@ def openai_routes(batcher: Batcher, tokenizer: PreTrainedTokenizerBase) -> APIRo
 
     @router.post("/completions", response_model=TextCompletion)
     async def complete(request: TextRequest) -> Any:
-        """The text that follows each prompt, `n` times."""
+        """Write `n` texts that follow each prompt."""
         check_model(request.model)
         tokens = await aiopar.run_sync(text_tokens, tokenizer, request.prompt)
         prompts = prompts_of(request, tokens, request.max_tokens, request.logprobs)
@@ -70,7 +70,7 @@ def check_model(name: str) -> None:
 
 
 def chat_tokens(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """The conversation as the model has learnt it, up to where its reply begins."""
+    """The tokens of the conversation in the model's chat template, up to the start of its reply."""
     conversation = [
         {"role": message.role.replace("developer", "system"), "content": message.content}
         for message in messages

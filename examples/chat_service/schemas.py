@@ -1,7 +1,7 @@
 """Schemas of OpenAI's API, as far as a language model without tools needs them.
 
-A request may have other fields, which are ignored. A field that would change the answer, and that
-this service does not have, is refused.
+Unknown fields of a request are ignored. A field that would change the answer is refused if this
+service does not support it.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -19,14 +19,14 @@ from pydantic_core import PydanticCustomError
 
 MODEL = "SmolLM2-135M-Instruct"
 CONTEXT = 2048
-"""Tokens of a prompt and its answer. The model takes four times as many, which need more memory."""
+"""The most tokens of a prompt and its answer. More tokens would need more memory."""
 VOCABULARY = 49_152
 MAX_CHOICES = 16
 """How many answers a request may ask for, over all of its prompts."""
 
 
 def _joined(content: Any) -> Any:
-    """The text of a message, which may come in parts."""
+    """Join the text of a message, if it comes in parts."""
     if not isinstance(content, list):
         return content
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
@@ -39,7 +39,7 @@ def _listed(stop: Any) -> Any:
 
 
 def _several(given: Any) -> Any:
-    """A list of prompts, if there is only one."""
+    """Put a single prompt into a list."""
     tokens = isinstance(given, list) and given and isinstance(given[0], int)
     return [given] if tokens or isinstance(given, str) else given
 
@@ -58,7 +58,7 @@ Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[
     list[Annotated[int, Field(ge=0, lt=VOCABULARY)]], Field(min_length=1, max_length=CONTEXT)
 ]
-# Discriminated before validation, so that an error refers to the intended alternative.
+# The kind is decided before validation, so that an error names the field of that kind only.
 Given = Annotated[
     Annotated[Text, Tag("a text")] | Annotated[Tokens, Tag("some tokens")], Discriminator(_kind)
 ]
@@ -73,13 +73,13 @@ class StreamOptions(BaseModel):
 
 
 class OpenAIRequest(BaseModel):
-    """What requests of both kinds have. null is the default."""
+    """The fields of both kinds of requests. null means the default."""
 
     takes: ClassVar[str]
-    """The field that has the prompt."""
+    """The name of the field with the prompt."""
     model: str = Field(max_length=200, json_schema_extra={"enum": [MODEL]})
     max_tokens: Count | None = None
-    temperature: float = Field(1.0, ge=0, le=2, description="0: the likeliest token.")
+    temperature: float = Field(1.0, ge=0, le=2, description="0: the most likely token.")
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[list[Text], BeforeValidator(_listed), Field(max_length=4)] = []
@@ -111,7 +111,7 @@ class ChatRequest(OpenAIRequest):
 
     takes = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
-    max_completion_tokens: Count | None = Field(None, description="null: what the context holds.")
+    max_completion_tokens: Count | None = Field(None, description="null: up to the end of the context.")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: Unset = []
@@ -120,7 +120,7 @@ class ChatRequest(OpenAIRequest):
 
 
 class TextRequest(OpenAIRequest):
-    """Asks for the text that follows the prompt, or each of several prompts."""
+    """Asks for the text that follows a prompt, or one text for each of several prompts."""
 
     takes = "prompt"
     prompt: Annotated[
@@ -136,7 +136,7 @@ class TextRequest(OpenAIRequest):
 
 
 class Usage(BaseModel):
-    """Tokens read and written."""
+    """How many tokens the model has read and written."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -147,7 +147,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class TopLogprob(BaseModel):
-    """A token and the logarithm of its probability. Of a part of a character, `bytes` is null."""
+    """A token and its log probability. If it is a part of a character, `bytes` is null."""
 
     token: str
     logprob: float
@@ -155,7 +155,7 @@ class TopLogprob(BaseModel):
 
 
 class TokenLogprob(TopLogprob):
-    """The token that was taken, and the likeliest ones in its place."""
+    """The chosen token, and the most likely tokens in its place."""
 
     top_logprobs: list[TopLogprob]
 
@@ -183,7 +183,7 @@ class ChatChoice(BaseModel):
 
 
 class ChatDelta(BaseModel):
-    """What one of `n` replies has more of."""
+    """The new text of one of `n` replies."""
 
     index: int
     delta: dict[str, str]
@@ -201,7 +201,7 @@ class TextLogprobs(BaseModel):
 
 
 class TextChoice(BaseModel):
-    """One of `n` texts for each prompt, or what it has more of."""
+    """One of `n` texts for each prompt; in a stream, its new text."""
 
     index: int
     text: str
@@ -210,7 +210,7 @@ class TextChoice(BaseModel):
 
 
 class OpenAIResponse(BaseModel):
-    """What responses of both kinds have."""
+    """The fields of both kinds of responses."""
 
     id: str
     created: int
@@ -233,7 +233,7 @@ class ChatChunk(OpenAIResponse):
 
 
 class TextCompletion(OpenAIResponse):
-    """The texts, or in a stream a part of them."""
+    """The texts; in a stream, a part of the texts."""
 
     object: Literal["text_completion"] = "text_completion"
     choices: list[TextChoice]

