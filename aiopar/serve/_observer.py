@@ -44,7 +44,7 @@ class BatchInfo:
     The attributes from `seconds` on are set when the batch has ended.
 
     Attributes:
-        items: The items of the batch. Of a `ContinuousBatcher`: the items that take one step.
+        items: The items of the batch; for a `ContinuousBatcher`, the items that take one step.
         joined: The items that have waited in the queue until this batch: all items, or the
             newcomers of the step.
         device: Where the batch runs; None if it runs on an event loop.
@@ -53,12 +53,12 @@ class BatchInfo:
             `began - item.arrived`.
         seconds: How long the batch took; on an accelerator, until its kernels were done. Of a
             `ContinuousBatcher`: how long the step took.
-        outputs: How many items got an output; in a step, their result.
+        outputs: How many items got an output; for a step, how many got their result.
         errors: How many items got an error. The callers of the other items have gone, or these
             items are back in the queue, or go on.
         first_parts: The items that got their first part in this step; empty for a `Batcher`.
-        between_parts: The seconds since the previous part, of each other item that got a part in
-            this step; empty for a `Batcher`.
+        between_parts: For each other item that got a part in this step, the seconds since its
+            previous part; empty for a `Batcher`.
     """
 
     items: Sequence[ItemInfo]

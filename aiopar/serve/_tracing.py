@@ -25,12 +25,13 @@ class OpenTelemetryTracing:
       function this span ends with the first step, but stays the current span in later steps. Spans
       of later steps become its children; attributes that they set on it are lost.
 
-    A `ContinuousBatcher` takes too many steps for a span of each. An item has two spans:
+    A `ContinuousBatcher` takes too many steps for a span of each step. Each item has two spans:
 
-    - `queue` spans its wait until it joins a batch, as above, without a link.
-    - `run` spans the rest, from joining to the outcome of the caller. The event `first part` says
-      when its first part was made; `joined again`: its batch was lost, or had no room for it. Its
-      parent is the caller's span, or the `queue` span of a caller without a span.
+    - `queue` spans the wait until the item joins a batch, as above, without a link.
+    - `run` spans the time from joining to the outcome of the caller. The event `first part` says
+      when the first part was made. The event `joined again` says that the batch was lost, or had
+      no room for the item. The parent of `run` is the caller's span, or the `queue` span if the
+      caller has no span.
 
     The name of each span ends with the name of the batcher: `queue tiny`.
 

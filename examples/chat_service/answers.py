@@ -43,7 +43,8 @@ UNSERVED = (
     aiopar.ServiceClosed,
     aiopar.WorkerLost,
 )
-UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}  # x-accel-buffering is for nginx
+# "x-accel-buffering" is for nginx.
+UNBUFFERED = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class Answer(ABC):

@@ -111,7 +111,7 @@ class ChatRequest(OpenAIRequest):
 
     takes = "messages"
     messages: Annotated[list[Message], Field(min_length=1, max_length=256)]
-    max_completion_tokens: Count | None = Field(None, description="null: up to the end of the context.")
+    max_completion_tokens: Count | None = Field(None, description="null: what the context allows.")
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     tools: Unset = []
