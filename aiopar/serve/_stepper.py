@@ -37,7 +37,7 @@ class Stepper(Protocol[In_contra, State, Part_co]):
       the next `step`: the request is done, cancelled, late, failed or preempted. A newcomer that
       does not fit is stopped too, and its item is started again later.
     - `held(state) -> float`: what the state holds now, in the unit of `max_batch_cost` (tokens,
-      bytes). Before the first step of a state: what the state will hold after that step.
+      bytes). Before its first step: what it needs to begin, such as the tokens of its prompt.
     - `resume(item, parts) -> State`: replaces `start` for a request that has sent `parts` and then
       lost its worker. The next step must make the part that follows `parts`.
     - `resumable = True` promises two things. `step` may get a state again that was stopped: the
