@@ -1,5 +1,7 @@
 """State machines: whatever happens to a continuous batch, each caller gets its own parts."""
 
+import asyncio
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -8,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import aiopar
 from aiopar.serve._step_batch import StepBatch, Ticked
+from aiopar.testing import Gate
 
 from .batches import Bad
 from .steppers import Counting, Item
@@ -124,7 +127,7 @@ class Steps(RuleBasedStateMachine):
         new: list[tuple[int, Item]] = []
         for item in joining[:room]:
             self.key += 1
-            new.append((self.key, Item(self.key, item.count, item.prompt, item.grows, item.holds)))
+            new.append((self.key, replace(item, name=self.key)))
         before = len(self.items)
         self.items.update(new)
         self.parts.update(dict.fromkeys(dict(new), 0))
@@ -202,3 +205,220 @@ class Steps(RuleBasedStateMachine):
 
 TestSteps = Steps.TestCase
 TestSteps.settings = settings(max_examples=200, stateful_step_count=40)
+
+
+class Reader:
+    """A task that reads one stream, or awaits one item, when the machine lets it."""
+
+    def __init__(self, item: Item, buffer: int | None) -> None:
+        self.item, self.buffer = item, buffer
+        self.parts: list[Any] = []
+        self.outcome: Any = None
+        """The result, the error, or "left"."""
+        self.credit = asyncio.Semaphore(0)
+        self.may_leave = self.may_fail = False
+
+    async def __call__(self, batcher: Any, **options: Any) -> None:
+        try:
+            if self.buffer is None:
+                self.outcome = await batcher(self.item, **options)
+            else:
+                async with batcher.stream(self.item, buffer=self.buffer, **options) as stream:
+                    await self._read(stream)
+                self.outcome = self.item.result
+        except asyncio.CancelledError:
+            self.outcome = "left"
+        except Exception as error:  # noqa: BLE001  # to be looked at
+            self.outcome = error
+
+    async def _read(self, stream: Any) -> None:
+        while True:
+            await self.credit.acquire()
+            try:
+                self.parts.append(await anext(stream))
+            except StopAsyncIteration:
+                return
+
+    def check(self, bounded: bool) -> None:
+        """Check what it has got so far."""
+        assert self.parts == self.item.parts(len(self.parts))
+        if self.outcome in (None, "left"):
+            return
+        if self.outcome == self.item.result:
+            assert self.buffer is None or self.parts == self.item.parts()
+        elif isinstance(self.outcome, aiopar.DeadlineExceeded | aiopar.ReaderTooSlow):
+            assert self.may_leave
+        elif isinstance(self.outcome, aiopar.Overloaded):
+            assert bounded or "queue is full" in str(self.outcome)
+        else:
+            assert isinstance(self.outcome, Bad | torch.OutOfMemoryError)
+            assert self.may_fail
+
+
+class Batcher(RuleBasedStateMachine):
+    """A whole batcher on an event loop; each step waits for the machine."""
+
+    @initialize(
+        resumable=st.booleans(),
+        bounded=st.booleans(),
+        size=st.sampled_from([4, 3, 2, 1]),
+        patient=st.booleans(),
+    )
+    def begin(self, resumable: bool, bounded: bool, size: int, patient: bool) -> None:
+        self.runner = asyncio.Runner()
+        self.gate = Gate()
+        self.stepper = Counting(self.on_step, resumable=resumable)
+        self.size, self.bounded = size, bounded
+        self.executor = aiopar.DeviceExecutor(["cpu"])
+        self.batcher: Any = aiopar.ContinuousBatcher(
+            self.stepper,
+            max_batch_size=size,
+            max_pending=12,
+            max_batch_cost=MOST_HELD if bounded else None,
+            read_timeout=1000.0 if patient else 0.001,
+        )
+        self.patient = patient
+        self.bad: set[int] = set()
+        self.memory = 100
+        self.readers: list[Reader] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.runner.run(self.open())
+
+    async def open(self) -> None:
+        with aiopar.use_executor(self.executor):
+            await self.batcher.__aenter__()
+
+    def on_step(self, names: list[int]) -> None:
+        self.gate()
+        assert len(names) <= self.size
+        if len(names) > self.memory:
+            raise torch.OutOfMemoryError("full")
+        if not self.bad.isdisjoint(names):
+            raise Bad
+
+    async def settle(self) -> None:
+        """Wait until the worker is held in a step, or has nothing to do."""
+        quiet = 0
+        while quiet < 3:
+            for _ in range(5):
+                await asyncio.sleep(0)
+            [worker] = self.executor.stats().workers
+            quiet = quiet + 1 if self.gate.held or not (worker.queued or worker.running) else 0
+
+    @rule(
+        calls=st.lists(
+            st.tuples(
+                st.builds(
+                    Item,
+                    name=st.none(),
+                    count=st.integers(2, 8),
+                    prompt=st.integers(0, 1),
+                    grows=st.sampled_from([0.0, 3.0]),
+                ),
+                st.sampled_from([16, 2, 1, None]),
+                st.sampled_from([None] * 6 + [0.0, 0.002]),
+            ),
+            min_size=1,
+            max_size=3,
+        ),
+        priority=st.integers(0, 1),
+    )
+    def call(self, calls: list[tuple[Item, int | None, float | None]], priority: int) -> None:
+        async def begin() -> None:
+            for item, buffer, timeout in calls:
+                reader = Reader(replace(item, name=len(self.readers)), buffer)
+                reader.may_leave = timeout is not None or not self.patient
+                self.readers.append(reader)
+                called = reader(self.batcher, priority=priority, timeout=timeout)
+                self.tasks.append(asyncio.create_task(called))
+            await self.settle()
+
+        self.runner.run(begin())
+
+    @rule(number=st.integers(0, 30), count=st.integers(1, 6))
+    @precondition(lambda self: self.readers)
+    def read(self, number: int, count: int) -> None:
+        async def read() -> None:
+            for _ in range(count):
+                self.readers[number % len(self.readers)].credit.release()
+            await self.settle()
+
+        self.runner.run(read())
+
+    @rule(number=st.integers(0, 30))
+    @precondition(lambda self: self.readers)
+    def cancel(self, number: int) -> None:
+        async def cancel() -> None:
+            self.tasks[number % len(self.tasks)].cancel()
+            await self.settle()
+
+        self.runner.run(cancel())
+
+    @rule(
+        count=st.integers(1, 6),
+        memory=st.sampled_from([100, 2, 1, 0]),
+        bad=st.sampled_from([None, 0, 1]),
+    )
+    def step(self, count: int, memory: int, bad: int | None) -> None:
+        """Let steps on; with little memory, or with a bad request among the oldest ones."""
+        self.memory = memory
+        waiting = [number for number, one in enumerate(self.readers) if one.outcome is None]
+        self.bad = set() if bad is None else {*waiting[bad : bad + 1]}
+        for number, reader in enumerate(self.readers):
+            repeats = self.stepper.resumable
+            failing = memory < 100 or bad is not None
+            if number in self.bad or not memory or (failing and not repeats):
+                reader.may_fail = True
+
+        async def step() -> None:
+            for _ in range(count):
+                if self.gate.held:
+                    entered = self.gate.count
+                    self.gate.let_on()
+                    while self.gate.held and self.gate.count == entered:  # noqa: ASYNC110  # a thread changes it
+                        await asyncio.sleep(0)
+                    await self.settle()
+
+        self.runner.run(step())
+
+    @rule()
+    def wait(self) -> None:
+        """Let deadlines and stalled readers expire."""
+
+        async def wait() -> None:
+            await asyncio.sleep(0.004)
+            await self.settle()
+
+        self.runner.run(wait())
+
+    @invariant()
+    def each_caller_has_its_own(self) -> None:
+        for reader in getattr(self, "readers", ()):
+            reader.check(self.bounded)
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            with self.runner, self.executor:
+                self.memory = 100
+                self.bad.clear()
+                self.gate.open()
+                self.runner.run(self.end())
+                self.each_caller_has_its_own()
+
+    async def end(self) -> None:
+        for reader in self.readers:
+            for _ in range(10):
+                reader.credit.release()
+        async with asyncio.timeout(20):
+            await self.batcher.aclose()
+            await asyncio.gather(*self.tasks)
+        assert all(reader.outcome is not None for reader in self.readers)
+        assert self.stepper.misuse == []
+        assert self.stepper.live == set()
+        stats = self.batcher.stats()
+        assert (stats.queued, stats.in_flight) == (0, 0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+TestBatcher = Batcher.TestCase
+TestBatcher.settings = settings(max_examples=60, stateful_step_count=25)
