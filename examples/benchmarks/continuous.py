@@ -284,11 +284,11 @@ def small_model() -> LlamaForCausalLM:
     """A Llama of random weights, whose steps take about 20 ms."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=384,
-        intermediate_size=1024,
-        num_hidden_layers=6,
-        num_attention_heads=6,
-        num_key_value_heads=6,
+        hidden_size=320,
+        intermediate_size=896,
+        num_hidden_layers=5,
+        num_attention_heads=5,
+        num_key_value_heads=5,
         vocab_size=VOCABULARY,
     )
     model = LlamaForCausalLM(config)
