@@ -252,6 +252,8 @@ def _check_model(model: Any) -> None:
     kinds = get_layer_types_and_kwargs(config)[0]
     if model.config.is_encoder_decoder:
         reason = "it has an encoder"
+    elif any(getattr(module, "is_causal", None) is False for module in model.modules()):
+        reason = "its tokens attend to later tokens"
     elif model._is_stateful or not {*kinds} <= _KINDS:
         reason = "its layers keep more than keys and values per token, such as a recurrent state"
     elif getattr(config, "alibi", False) or "position_ids" not in taken:

@@ -408,7 +408,7 @@ def _tiny_of(name: str, **options: Any) -> Any:
     known = {"vocab_size": 97, "hidden_size": 32, "d_model": 32, "num_layers": 1, "num_heads": 2}
     known |= {"n_layer": 1, "n_head": 2, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{name}Config")(**known | options)
-    suffix = "ForConditionalGeneration" if name == "T5" else "ForCausalLM"
+    suffix = {"T5": "ForConditionalGeneration", "Bert": "LMHeadModel"}.get(name, "ForCausalLM")
     return getattr(transformers, name + suffix)(config).eval()
 
 
@@ -425,6 +425,8 @@ def _tiny_of(name: str, **options: Any) -> Any:
             "Lfm2ForCausalLM: .* state",
         ),
         (lambda: _tiny_of("T5", d_kv=8, d_ff=8), ValueError, "T5.* encoder"),
+        (lambda: _tiny_of("Bert", intermediate_size=8), ValueError, "Bert.* later tokens"),
+        (lambda: _tiny_of("Roberta", intermediate_size=8), ValueError, "Roberta.* later tokens"),
         (
             lambda: _tiny_of("GPTNeo", attention_types=[[["local"], 1]]),
             ValueError,
