@@ -20,7 +20,7 @@ from tests.home import AtHome, place
 from tests.workers import Workers
 
 from .batches import Bad, current_executor, outcomes_of, until
-from .replicas import Scale, open_pool
+from .replicas import BadInput, Fragile, Scale, break_copy, in_service, open_pool
 from .steppers import Counting, Item, Resuming, State
 from .streams import ENDLESS, Readers, idle, read_all, reading
 
@@ -254,6 +254,40 @@ async def test_a_batcher_that_is_reopened_while_it_closes_hears_of_new_weights()
                 await pool.swap(Scale(3.0))
                 with anyio.fail_after(20):
                     assert await batcher((5.0, 1)) == 15.0
+
+
+class Applying:
+    """A stepper of a replica that applies its module twice."""
+
+    def __init__(self, module: Fragile) -> None:
+        self.module = module
+
+    def start(self, item: torch.Tensor) -> list[Any]:
+        return [item, 2]
+
+    def step(self, states: list[list[Any]]) -> list[Any]:
+        outputs = self.module(torch.stack([item for item, _ in states]))
+        results: list[Any] = []
+        for state, output in zip(states, outputs, strict=True):
+            state[1] -= 1
+            results.append(None if state[1] else aiopar.Done(output))
+        return results
+
+
+async def test_requests_of_a_broken_replica_go_to_another_one(workers: Workers) -> None:
+    model, good = Fragile(), torch.ones(2)
+    async with open_pool(model, executor=workers, warmup=torch.ones(1, 2)) as pool:
+        batcher: Any = aiopar.ContinuousBatcher(pool, stepper=Applying)
+        async with batcher:
+            break_copy(model, 0)
+            outputs = await outcomes_of(batcher, [good] * 9)
+            with torch.no_grad():
+                expected = model.linear(good)
+            assert all(torch.allclose(output, expected) for output in outputs)
+            await until(lambda: in_service(pool) == [0, 1])
+            [error] = await outcomes_of(batcher, [-good])
+            assert isinstance(error, BadInput)
+            assert any("in replica" in note for note in error.__notes__)
 
 
 @pytest.mark.parametrize("error", [Bad("no stepper"), None])
