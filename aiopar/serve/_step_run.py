@@ -200,7 +200,10 @@ TickArguments: TypeAlias = tuple[int, list[int], list[Joining], list[int]]
 """The arguments of `StepBatch.tick` after the module."""
 
 Delivery: TypeAlias = tuple[Request, Any, int, BaseException | None]
-"""A request, its part or result, and the number of the part; or the request and its error."""
+"""A request, its part or result, the number of the part, and None.
+
+Or the request, the traceback of its error before any caller raised the error, 0, and the error.
+"""
 
 
 class StepRun:
@@ -400,7 +403,7 @@ class StepRun:
         for one, (_, end) in zip(ended, ticked.ended, strict=True):
             if isinstance(end, BaseException):
                 self._note(end)
-                deliveries.append((one.request, None, 0, end))
+                deliveries.append((one.request, end.__traceback__, 0, end))
             elif not one.request.streams_outputs:
                 deliveries.append((one.request, end.result, 0, None))
             else:
@@ -456,7 +459,7 @@ class StepRun:
         if error is None:
             error = self._broken  # a kernel of an earlier tick has failed
         if error is not None:
-            deliveries = [(request, None, 0, error) for request, *_ in deliveries]
+            deliveries = [(request, error.__traceback__, 0, error) for request, *_ in deliveries]
         deliver_parts(deliveries)
         if error is not None and goes_on:
             self._broken = error
@@ -482,7 +485,7 @@ class StepRun:
         shown = error
         if isinstance(error, ReplicaFailed):
             shown = error.__cause__ or WorkerLost("its replica was taken out of service")
-        if self.runner.replica is None:
+        if again and self.runner.replica is None:
             self.runner.worker = None  # the next batch may run on any worker
         late = not (running or self._fresh or self.runner.is_replica_failure(error))
         # Its requests ended before this late error of the last step: it must not fail the queue.
@@ -541,4 +544,4 @@ def _deliver(deliveries: Sequence[Delivery], waker: Waker) -> None:
         if error is None:
             request.resolve(part, step)
         else:
-            request.fail(error, error.__traceback__)
+            request.fail(error, part)

@@ -69,6 +69,48 @@ def test_several_loops_share_a_batch() -> None:
     assert stepper.live == set()
 
 
+def test_callers_in_two_loops_share_an_error_and_no_traceback() -> None:
+    gate, raised = Gate(), threading.Event()
+    stepper = Counting(lambda names: fail(gate()) if len(names) == 2 else gate())
+    errors: dict[str, str] = {}
+
+    def fail(_: None) -> None:
+        raise ValueError("bad")
+
+    async def first_caller() -> None:
+        try:
+            await batcher(Item("first"))
+        except ValueError as error:
+            errors["first"] = "".join(traceback.format_exception(error))
+
+    async def second_caller() -> None:
+        calling = asyncio.ensure_future(batcher(Item("second")))
+        await until(lambda: batcher.stats().queued == 1)
+        gate.open()
+        raised.wait(30)  # this loop is blocked until the other one has raised the error
+        try:
+            await calling
+        except ValueError as error:
+            errors["second"] = "".join(traceback.format_exception(error))
+
+    def run_first() -> None:
+        asyncio.run(first_caller())
+        raised.set()
+
+    with aiopar.DeviceExecutor(["cpu"]) as executor, aiopar.use_executor(executor), gate:
+        batcher: Any = aiopar.ContinuousBatcher(stepper)
+        asyncio.run(batcher.__aenter__())
+        thread = threading.Thread(target=run_first)
+        thread.start()
+        gate.wait_entered()
+        asyncio.run(second_caller())
+        thread.join()
+        asyncio.run(batcher.aclose())
+    assert "in first_caller" in errors["first"]
+    assert "in second_caller" in errors["second"]
+    assert "in first_caller" not in errors["second"]
+
+
 def test_streams_of_a_closed_loop_give_up_their_places() -> None:
     stepper = Counting()
     batcher: Any = aiopar.ContinuousBatcher(stepper, max_batch_size=1, read_timeout=0.05)
