@@ -256,6 +256,20 @@ async def test_a_batcher_that_is_reopened_while_it_closes_hears_of_new_weights()
                     assert await batcher((5.0, 1)) == 15.0
 
 
+async def test_nobody_waits_for_a_replica_that_is_busy_with_another_call(workers: Workers) -> None:
+    module, gate = Scale(2.0), Gate()
+    async with (
+        open_pool(module, executor=workers) as pool,
+        reading_pool(pool, Multiplying) as readers,
+        anyio.create_task_group() as tasks,
+    ):
+        with gate:
+            tasks.start_soon(workers.on(worker=1).run_sync, AtHome(gate))
+            await gate.entered()
+            items = [(float(number), 2) for number in range(4)]
+            assert await outcomes_of(readers.batcher, items) == [0.0, 4.0, 8.0, 12.0]
+
+
 class Applying:
     """A stepper of a replica that applies its module twice."""
 
