@@ -10,7 +10,7 @@ import torch
 
 import aiopar
 
-from .batches import Bad, current_executor, on_asyncio
+from .batches import LONG, Bad, current_executor, on_asyncio
 from .steppers import Counting, Item
 from .streams import idle
 
@@ -107,7 +107,7 @@ async def test_ten_thousand_requests(bounded: bool) -> None:
             raise Bad
 
     stepper = Counting(on_step, resumable=True)
-    options: dict[str, Any] = {"max_batch_size": 32, "max_pending": COUNT}
+    options: dict[str, Any] = {"max_batch_size": 32, "max_pending": COUNT, "read_timeout": LONG}
     if bounded:
         options["max_batch_cost"] = 60
     async with (
