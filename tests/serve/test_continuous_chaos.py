@@ -125,5 +125,5 @@ async def test_ten_thousand_requests(bounded: bool) -> None:
     assert stepper.misuse == []
     assert stepper.live == set()
     assert not stats.rejected
-    assert bounded or max(stats.batch_sizes) == 32
+    assert 8 < max(stats.batch_sizes) <= 32
     assert stats.preempted > 0
