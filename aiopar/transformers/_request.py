@@ -23,7 +23,8 @@ class Prompt:
         top_k: Draw from the `top_k` most likely tokens only. 0: from all.
         top_p: Draw from the fewest tokens whose probabilities add up to at least `top_p`.
         stop: Strings that end the text. The text does not contain them.
-        seed: Makes draws repeatable, whatever else runs in the batch. None: a random seed.
+        seed: Makes draws repeatable, whatever else runs in the batch. In bfloat16 the batch may
+            change a token, as it may for greedy tokens: see `CausalLM`. None: a random seed.
         logprobs: Give the log probability of each token, and of this many most likely tokens. None:
             give none.
         ignore_eos: Do not end at an end-of-sequence token.
