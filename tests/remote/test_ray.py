@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import ray
@@ -263,6 +264,8 @@ async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(
         behind.cancel()
         # First the actor must learn of that: it would end if the call had begun.
         await until(lambda: "a call is ended" in caplog.text)
+        worker: Any = executor._dispatcher.workers[1]
+        await anyio.to_thread.run_sync(worker.slot.host.link.ping().result)  # answers in order
         (tmp_path / "go").touch()
         with pytest.raises(aiopar.WorkerLost):
             await behind
