@@ -180,12 +180,12 @@ async def test_a_cancelled_fetch_is_no_failed_sample(batch_size: int | None) -> 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda gate: AsyncDataLoader(Held(gate), 2, num_workers=2, timeout=0.05),
-        lambda gate: AsyncDataLoader(Held(gate), timeout=0.05, persistent_workers=True),
-        lambda gate: AsyncDataLoader(map(gate, range(9)), 2, timeout=0.05),
-        lambda gate: Pipeline(range(9), timeout=0.05).map(gate, concurrency=2),
-        lambda gate: Pipeline(map(gate, range(9)), timeout=0.05),
-        lambda gate: aiopar.map(gate, Pipeline(range(9), timeout=0.05), concurrency=2),
+        lambda gate: AsyncDataLoader(Held(gate), 2, num_workers=2, timeout=0.3),
+        lambda gate: AsyncDataLoader(Held(gate), timeout=0.3, persistent_workers=True),
+        lambda gate: AsyncDataLoader(map(gate, range(9)), 2, timeout=0.3),
+        lambda gate: Pipeline(range(9), timeout=0.3).map(gate, concurrency=2),
+        lambda gate: Pipeline(map(gate, range(9)), timeout=0.3),
+        lambda gate: aiopar.map(gate, Pipeline(range(9), timeout=0.3), concurrency=2),
     ],
 )
 async def test_a_timeout_leaves_async_with_while_a_thread_is_stuck(
