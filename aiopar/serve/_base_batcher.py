@@ -36,7 +36,7 @@ from ._replica_pool import ReplicaPool
 from ._request import Request
 from ._runner import Runner
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, FunctionKind, condition
+from ._settings import BatcherSettings, FunctionKind, condition, name_for
 from ._stats import BatcherStats, ContinuousStats
 from ._streaming import OutputStream, StreamRequest
 
@@ -49,7 +49,8 @@ class BaseBatcher(Generic[In_contra, Out_co]):
     """What `Batcher` and `ContinuousBatcher` have in common: callers, opening and closing.
 
     Args:
-        name: The name in metrics and traces.
+        named: The function, the stepper or the pool, for the default name.
+        name: The name in metrics and traces. None: that of `named`.
         pool: The pool that runs the batches, if there is one.
         kind: How the batches run.
         settings: The checked options.
@@ -63,17 +64,18 @@ class BaseBatcher(Generic[In_contra, Out_co]):
 
     def __init__(
         self,
-        name: str,
+        named: object,
+        name: str | None,
         pool: ReplicaPool[Any] | None,
         kind: FunctionKind,
         settings: BatcherSettings,
     ) -> None:
-        self.name = name
+        self.name = pool.name if pool is not None and name is None else name_for(named, name)
         self.pool = pool
         self._kind = kind
         self._settings = settings
         self._caller = CallerState()
-        self._observers: Observers[BatchObserver] = Observers(all_batchers, name)
+        self._observers: Observers[BatchObserver] = Observers(all_batchers, self.name)
         self._scheduler = self._new_scheduler()
         self._opening = ReentrantLock()
 

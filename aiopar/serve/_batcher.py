@@ -22,7 +22,7 @@ from ._replica import PoolReplica, call_module
 from ._replica_pool import ReplicaPool
 from ._runner import BatchRunner, Runner
 from ._scheduler import Scheduler
-from ._settings import BatcherSettings, FunctionKind, fixed_sizes, kind_of, name_for
+from ._settings import BatcherSettings, FunctionKind, fixed_sizes, kind_of
 from ._stats import BatcherStats
 from ._streaming import OutputStream
 
@@ -222,9 +222,7 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         )
         if max_batch_cost is not None and cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
-        if pool is not None and name is None:
-            name = pool.name
-        super().__init__(name_for(fn_or_pool, name), pool, kind, settings)
+        super().__init__(fn_or_pool, name, pool, kind, settings)
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._settings, self._observers, on_loop=self._kind.on_loop)

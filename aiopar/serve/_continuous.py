@@ -17,7 +17,7 @@ from ._inferred import In_contra, Out_co, Part_co
 from ._replica import PoolReplica
 from ._replica_pool import ReplicaPool
 from ._runner import Runner
-from ._settings import BatcherSettings, FunctionKind, name_for
+from ._settings import BatcherSettings, FunctionKind
 from ._stats import ContinuousStats
 from ._step_run import StepRunner
 from ._stepper import AnyStepper, Stepper, check_stepper
@@ -143,8 +143,6 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
         pool = stepper_or_pool if isinstance(stepper_or_pool, ReplicaPool) else None
         self._make = _maker(stepper_or_pool, stepper, bounded=max_batch_cost is not None)
         self._device = None if pool is not None else getattr(stepper_or_pool, "device", None)
-        if pool is not None and name is None:
-            name = pool.name
         settings = BatcherSettings(
             max_batch_size=max_batch_size,
             max_pending=max_pending,
@@ -153,8 +151,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
             timeout=timeout,
             read_timeout=read_timeout,
         )
-        kind = FunctionKind(streams=True)
-        super().__init__(name_for(stepper_or_pool, name), pool, kind, settings)
+        super().__init__(stepper_or_pool, name, pool, FunctionKind(streams=True), settings)
 
     def _new_scheduler(self) -> ContinuousScheduler:
         return ContinuousScheduler(self._settings, self._observers)

@@ -323,7 +323,7 @@ class PoolReplica:
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
                 raise ReplicaFailed(f"{self._where} has lost its host", module) from error
-            self.check_health(module, caller, error)
+            self._check_health(module, caller, error)
             raise
         finally:
             with self._lock:
@@ -337,7 +337,7 @@ class PoolReplica:
             if foreign is not None:
                 raise foreign
             if failure is not None:
-                self.check_health(module, caller, failure)
+                self._check_health(module, caller, failure)
             return output
         finally:
             del foreign, failure, output
@@ -349,7 +349,7 @@ class PoolReplica:
     def _where(self) -> str:
         return f"replica {self.index} on device {self.worker.label}"
 
-    def check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
+    def _check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
         """Count a failed call; raise `ReplicaFailed` if `module` fails on the warm-up input too."""
         if isinstance(error, torch.OutOfMemoryError | InvalidInput) or is_device_error(error):
             return  # these say nothing about the module

@@ -13,7 +13,7 @@ from .._base.thread_state import CallerState
 from ..errors import ExecutorShutdown, WorkerLost
 from ..executor._executor import DeviceExecutor
 from ..executor._generators import END
-from ..executor._observer import Observers
+from ..executor._observer import Listeners, Observers
 from ..executor._worker import current_worker
 from ._observer import BatchInfo, BatchObserver, BatchWatch
 from ._replica import PoolReplica, ReplicaFailed
@@ -122,6 +122,19 @@ class Runner:
     def start(self) -> None:
         """Take the next batch and run it, soon."""
         raise NotImplementedError
+
+    def watch(
+        self,
+        observers: Listeners[BatchObserver],
+        items: Sequence[Request],
+        joined: Sequence[Request],
+        began: float,
+    ) -> BatchWatch:
+        """Tell the observers that a batch begins; called where the batch runs."""
+        worker, replica = current_worker(), self.replica
+        device = None if worker is None else worker.device
+        index = None if replica is None else replica.index
+        return BatchWatch(observers, BatchInfo(items, joined, device, index, began))
 
     def is_replica_failure(self, error: BaseException) -> bool:
         """Whether `error` means that the replica cannot serve any more."""
@@ -251,17 +264,12 @@ class BatchRun:
         """The requests of the next part; empty if there is none. The first call takes the batch."""
         if self._splitting is not None:
             return self._splitting.next_part()
-        source, replica = self.runner.source, self.runner.replica
+        source = self.runner.source
         requests = source.take(self)
         self.began = monotonic()
         observers = source.observers.current
         if observers is not None and requests:
-            worker = current_worker()
-            device = None if worker is None else worker.device
-            index = None if replica is None else replica.index
-            self._watch = BatchWatch(
-                observers, BatchInfo(requests, requests, device, index, self.began)
-            )
+            self._watch = self.runner.watch(observers, requests, requests, self.began)
         return requests
 
     @property

@@ -221,7 +221,7 @@ class StepTally(Tally):
 
     def __init__(self) -> None:
         super().__init__()
-        self._steps = self._parts = 0
+        self._parts = 0
         self.preempted = 0
         self._first_parts: deque[float] = deque(maxlen=_LATEST)
         self._gaps: deque[float] = deque(maxlen=_LATEST)
@@ -252,7 +252,6 @@ class StepTally(Tally):
             first_parts: Seconds from calls to first parts.
             gaps: Seconds between two parts of an item.
         """
-        self._steps += 1
         self._batch_sizes[size] += 1
         self._computes.append(seconds)
         self._parts += len(first_parts) + len(gaps)
@@ -267,7 +266,7 @@ class StepTally(Tally):
             completed=self.completed,
             failed=self.failed,
             rejected=dict(self.rejected),
-            steps=self._steps,
+            steps=self._batch_sizes.total(),
             parts=self._parts,
             batch_sizes=dict(sorted(self._batch_sizes.items())),
             preempted=self.preempted,

@@ -17,7 +17,7 @@ from ..executor._executor import DeviceExecutor
 from ..executor._generators import END
 from ..executor._worker import Worker, current_worker
 from ..futures._wakeup import Waker
-from ._observer import BatchInfo, BatchWatch
+from ._observer import BatchWatch
 from ._places import run_user_code
 from ._replica import PoolReplica, ReplicaFailed
 from ._request import PartOutcome, Request, streams_of
@@ -338,7 +338,7 @@ class StepRun:
             worker.launches.order(call.streams, tensors([one.request.item for one in joined]))
         arguments = known, left, [one.joining for one in joined], [one.key for one in steps]
         self._fresh = False
-        watch = self._watch(steps, joined, worker, now) if steps else None
+        watch = self._watch(steps, joined, now) if steps else None
         changed, size, self.began = bool(left or joined), len(steps), now
         del joined, steps  # an error's traceback holds this frame
         try:
@@ -369,17 +369,14 @@ class StepRun:
         self,
         steps: Sequence[RunningRequest],
         joined: Sequence[RunningRequest],
-        worker: Worker,
         now: float,
     ) -> BatchWatch | None:
         observers = self.scheduler.observers.current
         if observers is None:
             return None
-        replica = self.runner.replica
         items = [one.request for one in steps]
         newcomers = [one.request for one in joined]
-        index = None if replica is None else replica.index
-        return BatchWatch(observers, BatchInfo(items, newcomers, worker.device, index, now))
+        return self.runner.watch(observers, items, newcomers, now)
 
     def _run(self, watch: BatchWatch | None, size: int, arguments: TickArguments) -> Ticked:
         caller, observed = self.runner.caller, watch is not None and watch.observes_runs
