@@ -116,6 +116,12 @@ def length_of(given: object) -> int | None:
         return None
 
 
+def expected_length(given: object) -> int | None:
+    """Return the length of `given`, or the one that it expects to have; None: not known."""
+    length = operator.length_hint(given, -1)
+    return None if length < 0 else length
+
+
 def check_instance(name: str, given: object, kind: type) -> None:
     """Raise TypeError unless `given` is an instance of `kind`."""
     if not isinstance(given, kind):

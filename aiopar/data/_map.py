@@ -7,12 +7,13 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from .._base.arguments import check_bound, is_async, length_of, name_of
+from .._base.arguments import check_bound, check_int, expected_length, is_async, name_of
 from .._base.devices import Device, default_devices, parse_devices
 from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from ..executor._current import get_executor
+from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._worker import retry_lost
 from ..futures._future import Future
 from ..nn._module_copy import Forward, check_replicable, replicate_sync
@@ -33,9 +34,11 @@ def map(  # noqa: A001  # see below
     source: Iterable[Any] | AsyncIterable[Any],
     *,
     devices: Iterable[Device] | None = None,
+    executor: DeviceExecutor | None = None,
     concurrency: int | None = None,
     in_order: bool = True,
     progress: bool = False,
+    total: int | None = None,
 ) -> Stream[U]: ...
 
 
@@ -45,9 +48,11 @@ def map(  # noqa: A001  # see below
     source: Iterable[T] | AsyncIterable[T],
     *,
     devices: Iterable[Device] | None = None,
+    executor: DeviceExecutor | None = None,
     concurrency: int | None = None,
     in_order: bool = True,
     progress: bool = False,
+    total: int | None = None,
 ) -> Stream[U]: ...
 
 
@@ -57,9 +62,11 @@ def map(  # noqa: A001  # see below
     source: Iterable[T] | AsyncIterable[T],
     *,
     devices: Iterable[Device] | None = None,
+    executor: DeviceExecutor | None = None,
     concurrency: int | None = None,
     in_order: bool = True,
     progress: bool = False,
+    total: int | None = None,
 ) -> Stream[U]: ...
 
 
@@ -68,9 +75,11 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     source: Iterable[Any] | AsyncIterable[Any],
     *,
     devices: Iterable[Device] | None = None,
+    executor: DeviceExecutor | None = None,
     concurrency: int | None = None,
     in_order: bool = True,
     progress: bool = False,
+    total: int | None = None,
 ) -> Stream[Any]:
     """Call a module or function on each batch of a stream, and return the stream of outputs.
 
@@ -80,41 +89,46 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     `async with aiopar.map(...) as outputs` waits, when it is left, until nothing runs any more; see
     `Stream` for errors and closing.
 
-    A module runs on replicas, one for each entry of `devices`, on the workers of the current
-    executor. Each batch goes to the replica with the fewest batches. The replicas are made at the
-    first read, as by `replicate(detach=True)`: later changes of the weights are not seen, and the
-    outputs have no gradient. A tuple or list is unpacked to the module's arguments, as by
+    A module runs on replicas, one for each entry of `devices`, on the workers of `executor`. Each
+    batch goes to the replica with the fewest batches. The replicas are made at the first read, as
+    by `replicate(detach=True)`: later changes of the weights are not seen, and the outputs have no
+    gradient. A tuple or list is unpacked to the module's arguments, as by
     `parallel_apply`; any other batch is the only argument. Tensors are moved to the device of the
     replica, and so are objects with a method `to(device)`. The outputs stay there.
 
-    A plain function gets each item unchanged. It runs on CPU threads of the stream's own, or, with
-    `devices`, on the workers of the current executor there. An `async def` runs as tasks on the
-    event loop; so do a `DataParallel`, a `ReplicaPool` and a `Batcher`.
+    A plain function gets each item unchanged. It runs on the workers of `executor`. If neither
+    `executor` nor `devices` are given, it runs on CPU threads of the stream's own. An `async def`
+    runs as tasks on the event loop; so do a `DataParallel`, a `ReplicaPool` and a `Batcher`.
 
     If the source is a `Pipeline` and `in_order` is true, the call is one more stage of an iteration
-    of that pipeline. The pipeline's `state_dict` then counts outputs, and its `max_failures`,
-    `executor` and `timeout` apply to all stages.
+    of that pipeline. The pipeline's `state_dict` then counts outputs, and its `max_failures` and
+    `timeout` apply to all stages. Only the functions of the pipeline run on the pipeline's
+    `executor`, and a plain function without `executor` and `devices`.
 
     Args:
         fn_or_module: Called on each batch.
         source: The batches: an async iterable, or an iterable, which workers advance.
-        devices: One entry for each replica or worker. None: for a module, every accelerator; if
-            there is none, the CPU once for each core, at least twice. If the current executor's
-            workers are processes or actors: its devices.
+        devices: One entry for each replica or worker. None: the devices of `executor`. Without an
+            `executor`, if the current executor's workers are threads: every accelerator; if there
+            is none, the CPU once for each core, at least twice.
+        executor: The executor whose workers call `fn_or_module`: threads, processes or actors. It
+            is not closed. Everything else runs in this process. None: the current executor.
         concurrency: The most batches that run or wait for a worker. As many finished outputs (at
-            least two) may wait to be read. With a module or `devices`, the same number of batches
-            may be read ahead. None: two per entry of `devices`; one per core for a plain function
-            without `devices`; 16 for an async function.
+            least two) may wait to be read. With a module, `executor` or `devices`, the same number
+            of batches may be read ahead. None: two per entry of `devices`; one per core for a plain
+            function on threads of the stream's own; 16 for an async function.
         in_order: Whether outputs come in the order of the batches, or as soon as they are ready.
-        progress: Whether to show a progress bar, with time left if `source` has a length.
+        progress: Whether to show a progress bar, with time left if the number of batches is known.
+        total: The number of batches, for the progress bar. None: the length of `source`. The length
+            of a `Pipeline` is known unless it has a `filter` or `flat_map`.
 
     Raises:
         TypeError: `fn_or_module` is not callable, is a generator function (use
             `Pipeline.flat_map`), or is a module that cannot be replicated, such as a compiled one.
-            `source` is not iterable. `concurrency` is not an int. `devices` were given for an async
-            function.
-        ValueError: A device does not exist, the current executor has too few workers on it, or
-            `concurrency` is below 1.
+            `source` is not iterable. `concurrency` or `total` is not an int. `executor` is no
+            `DeviceExecutor`. `devices` or an `executor` were given for an async function.
+        ValueError: A device does not exist, the executor has too few workers on it, `concurrency`
+            is below 1, or `total` is below 0.
         ImportError: `progress` needs tqdm; raised by the first read.
 
     Example:
@@ -129,22 +143,32 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     """
     check_one_value(fn_or_module)
     check_source(source)
+    check_executor(executor)
     concurrency = check_bound("concurrency", concurrency)
+    if total is not None:
+        total = check_int("total", total, at_least=0)
+    placed = devices is not None or executor is not None
     run: Any = fn_or_module
     if is_async(fn_or_module):
-        if devices is not None:
-            raise TypeError("an async function runs on the event loop: it takes no devices")
+        if placed:
+            what = "devices" if executor is None else "executor"
+            raise TypeError(
+                f"{name_of(fn_or_module)} is awaited on the event loop: it takes no {what}; give a "
+                "plain function or a module, or give a ReplicaPool or Batcher its own executor"
+            )
         default = _TASKS
-    elif isinstance(fn_or_module, nn.Module) or devices is not None:
+    elif isinstance(fn_or_module, nn.Module) or placed:
         if isinstance(fn_or_module, nn.Module):
             check_replicable(fn_or_module, list(fn_or_module.modules()))
-        run = _OnDevices(fn_or_module, devices)
+        run = _OnDevices(fn_or_module, devices, executor)
         default = 2 * len(run.devices)
     else:
         default = max(2, core_count())
     name = f"map({name_of(fn_or_module)})"
     step = MapStep(run, concurrency or default, in_order=in_order, name=name)
-    bar = partial(progress_bar, length_of(source), unit="batch") if progress else None
+    if progress and total is None:
+        total = expected_length(source)
+    bar = partial(progress_bar, total, unit="batch") if progress else None
     if in_order and isinstance(source, Pipeline):
         return source._through(step, bar)
     return Stream(source, [step], caller=CallerState(), bar=bar, name="map")
@@ -153,15 +177,23 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
 class _OnDevices:
     """Calls a module or function on the worker with the fewest batches; tasks await the calls."""
 
-    def __init__(self, fn: Callable[..., Any], devices: Iterable[Device] | None) -> None:
-        executor = get_executor()
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        devices: Iterable[Device] | None,
+        given: DeviceExecutor | None,
+    ) -> None:
+        executor = given or get_executor()
         self._shares_memory = executor._dispatcher.shares_memory
         if devices is not None:
             self.devices: tuple[torch.device, ...] = parse_devices(devices)
+        elif given is None and self._shares_memory:
+            self.devices = default_devices()
         else:
-            self.devices = default_devices() if self._shares_memory else executor.devices
+            self.devices = executor.devices
+        one_for_each = executor._one_for_each(self.devices)  # raises if there are too few
         self._workers = (
-            [executor._on_worker(one) for one in executor._one_for_each(self.devices)]
+            [executor._on_worker(worker) for worker in one_for_each]
             if self._shares_memory
             else [executor.on(device) for device in self.devices]  # each host has a replica
         )

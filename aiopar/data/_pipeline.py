@@ -1,6 +1,7 @@
 """`Pipeline`: a source and the steps for its items, declared one call at a time."""
 
 import copy
+import operator
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +16,7 @@ from .._base.arguments import (
     check_int,
     check_number,
     described,
+    expected_length,
     generator_kind,
     gives_async,
     is_async,
@@ -69,6 +71,8 @@ class Verb:
     build: Callable[[VerbStart], list[Step]]  # returns the steps of one iteration
     inputs: int | None = 1
     """How many items go in for each item that comes out. None: this depends on the items."""
+    length: Callable[[int], int] | None = operator.index
+    """How many items come out if so many go in. None: this depends on the items."""
     in_order: bool = True
     shuffles: bool = False
     generator: torch.Generator | None = None  # of a shuffle; None: torch's default generator
@@ -188,7 +192,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         name = f"map({name_of(check_one_value(fn))})"
         concurrency = check_bound("concurrency", concurrency)
         build = partial(_function_steps, fn, concurrency, name, in_order)
-        return self._then(Verb(name, build, 1 if in_order else None, in_order))
+        return self._then(Verb(name, build, 1 if in_order else None, in_order=in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":
         """Keep only the items for which `fn(item)` is true; `fn` may be async.
@@ -201,7 +205,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         # A flat_map to one item or none.
         kept = partial(_kept_async if is_async(fn) else _kept, fn)
         build = partial(_flat_map_steps, kept, check_bound("concurrency", concurrency), name)
-        return self._then(Verb(name, build, None))
+        return self._then(Verb(name, build, None, length=None))
 
     def flat_map(
         self, fn: Callable[[T], _Parts[U] | Awaitable[_Parts[U]]], *, concurrency: int | None = None
@@ -217,7 +221,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         name = f"flat_map({name_of(_check_function(fn))})"
         build = partial(_flat_map_steps, fn, check_bound("concurrency", concurrency), name)
-        return self._then(Verb(name, build, None))
+        return self._then(Verb(name, build, None, length=None))
 
     def shuffle(
         self, buffer_size: int, *, generator: torch.Generator | None = None
@@ -247,7 +251,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         batch_size = check_int("batch_size", batch_size, at_least=1)
         step = InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)
-        return self._then(Verb(f"batch({batch_size})", partial(_one_step, step), batch_size))
+        build, length = partial(_one_step, step), partial(_batches, batch_size, drop_last)
+        return self._then(Verb(f"batch({batch_size})", build, batch_size, length=length))
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """Set the buffer of the previous step: at most `buffer_size` items run or are ready there.
@@ -277,10 +282,11 @@ class Pipeline(AsyncOnly, Generic[T]):
         return self._then(Verb(name, partial(_to_steps, target, name)))
 
     def progress(self, total: int | None = None) -> "Pipeline[T]":
-        """Show a progress bar with the rate and, if `total` is given, the time left.
+        """Show a progress bar with the rate and, if the number of items is known, the time left.
 
         Args:
-            total: How many items will be delivered.
+            total: How many items will be delivered. None: as the length of the source says, unless
+                the pipeline has a `filter` or `flat_map`.
 
         Raises:
             ImportError: tqdm is not installed; raised when an iteration begins.
@@ -307,6 +313,15 @@ class Pipeline(AsyncOnly, Generic[T]):
         verb = Verb(stage.name, partial(_one_step, stage))
         return self._stream((*self._verbs, verb), bar or self._bar, "map")
 
+    def __length_hint__(self) -> int:
+        """How many items an iteration delivers if none fails. No `__len__`: it may be unknown."""
+        length = expected_length(self._source)
+        for verb in self._verbs:
+            length = None if length is None or verb.length is None else verb.length(length)
+        if length is None:
+            return NotImplemented  # type: ignore[no-any-return]  # the protocol's word for unknown
+        return length
+
     def _stream(self, verbs: tuple[Verb, ...], bar: partial[Any] | None, name: str) -> Stream[Any]:
         source, generators = self._source, self._generators
         if self._next is None:
@@ -326,7 +341,7 @@ class Pipeline(AsyncOnly, Generic[T]):
             max_failures=self._max_failures,
             timeout=self._timeout,
             position=position,
-            bar=bar and partial(bar, initial=position.delivered),
+            bar=bar and partial(bar, initial=position.delivered, expected=expected_length(self)),
             name=name,
         )
 
@@ -487,6 +502,10 @@ def _to_steps(device: torch.device, name: str, start: VerbStart) -> list[Step]:
     copy_to_device = partial(DeviceCopies([device], whole=True), readers=start.caller.streams)
     steps = _function_steps(copy_to_device, None, name, True, start)
     return [*steps, MapStep(None, bound=2, name=name, first=start.first)]
+
+
+def _batches(size: int, drop_last: bool, count: int) -> int:
+    return count // size if drop_last else -(-count // size)
 
 
 def _one_step(step: Step, start: VerbStart) -> list[Step]:

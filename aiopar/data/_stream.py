@@ -83,8 +83,13 @@ class StreamStats:
         )
 
 
-def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any:
-    """A progress bar with rate and, if the total is known, time left; made with tqdm."""
+def progress_bar(
+    total: int | None, initial: int = 0, unit: str = "item", expected: int | None = None
+) -> Any:
+    """A progress bar with rate and, if the total is known, time left; made with tqdm.
+
+    `expected` is used if `total` is None.
+    """
     try:
         from tqdm.auto import tqdm
     except ImportError as error:
@@ -93,7 +98,7 @@ def progress_bar(total: int | None, initial: int = 0, unit: str = "item") -> Any
     class Unwatched(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no monitor thread, which would outlive the stream
 
-    return Unwatched(total=total, initial=initial, unit=unit)
+    return Unwatched(total=expected if total is None else total, initial=initial, unit=unit)
 
 
 class Flow:

@@ -210,6 +210,33 @@ async def test_a_function_on_two_devices_runs_on_two_workers() -> None:
         assert {name async for _, name in outputs} == {"mine-cpu-0", "mine-cpu-1"}
 
 
+class Where(nn.Module):
+    def forward(self, _: torch.Tensor) -> tuple[int, str]:
+        return place()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("piped", [False, True], ids=["of a list", "of a pipeline"])
+@pytest.mark.parametrize("called", [place_of, Where()], ids=["function", "module"])
+async def test_the_given_executor_calls_the_function_and_nothing_else(
+    workers: Workers, called: Callable[[Any], Any], piped: bool
+) -> None:
+    read: list[tuple[int, str]] = []
+
+    def item(number: int) -> int:
+        read.append(place())
+        return number
+
+    source = Pipeline(range(20)).map(item) if piped else range(20)
+    outputs = aiopar.map(called, source, executor=workers)
+    at = await places(workers)
+    assert {seen async for seen in outputs} <= at
+    assert bool(read) == piped
+    assert not {*read} & at
+    with pytest.raises(ValueError, match="3 calls at once on cpu need 3 workers"):
+        aiopar.map(called, source, executor=workers, devices=["cpu"] * 3)
+
+
 def state(_: int) -> tuple[bool, bool, int]:
     return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), _VARIABLE.get()
 
@@ -251,7 +278,10 @@ async def test_an_error_names_the_replica_and_the_batch(workers: Workers) -> Non
         (abs, [], {"concurrency": True}, TypeError, "concurrency must be an int"),
         (nn.Identity(), [], {"devices": ["nowhere"]}, ValueError, "unknown device"),
         (nn.Identity(), [], {"devices": ["cpu"] * 2}, ValueError, "2 calls at once on cpu need 2"),
+        (nn.Identity(), [], {"executor": 2}, TypeError, "executor must be a DeviceExecutor"),
+        (abs, [], {"total": -1}, ValueError, "total must be at least 0"),
         (double_async, [], {"devices": ["cpu"]}, TypeError, "takes no devices"),
+        (double_async, [], {"executor": aiopar.get_executor()}, TypeError, "takes no executor"),
         (nn.LazyLinear(2), [], {}, ValueError, "has uninitialized parameters"),
     ],
 )
@@ -275,6 +305,21 @@ async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[st
     assert len([n async for n in outputs]) == 30
     assert "30/30" in capsys.readouterr().err
     await until(lambda: threading.active_count() == threads)
+
+    batches = aiopar.data.Pipeline([*range(30)]).map(double).shuffle(4).batch(4)
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (batches, {}, "8/8"),
+        (batches.map(len, in_order=False), {"in_order": False}, "8/8"),
+        (Pipeline(batches).batch(3, drop_last=True), {}, "2/2"),
+        (batches.filter(len), {}, "8batch"),
+        (batches.filter(len), {"total": 8}, "8/8"),
+        (_later([1, 2]), {"total": 2}, "2/2"),
+        (batches.progress(), {"progress": False}, "8/8"),
+    ]
+    for source, options, expected in cases:
+        strings = aiopar.map(str, source, **{"progress": True, **options})
+        assert [one async for one in strings]
+        assert expected in capsys.readouterr().err
 
     pipeline = aiopar.data.Pipeline(range(10)).map(double).progress(20)
     async with pipeline as stream:
