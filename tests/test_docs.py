@@ -9,9 +9,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 import aiopar
 import aiopar.nn
+from aiopar.asgi import install
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = [
@@ -116,3 +121,48 @@ def test_each_message_in_the_log_is_documented() -> None:
         documented = re.findall(rf"^\| {level} \| `(.*?)` \|", guide, flags=re.MULTILINE)
         pattern = ".+".join(map(re.escape, re.split(r"%\w", message)))
         assert any(re.fullmatch(pattern, text) for text in documented), message
+
+
+def _sections(page: Path) -> dict[str, str]:
+    """The text under each heading of a page."""
+    parts = re.split(r"^#+ (.*)\n", page.read_text(), flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def _endpoint_that_raises(error: Exception) -> Route:
+    def endpoint(_: Request) -> None:
+        raise error
+
+    return Route("/", endpoint)
+
+
+ERRORS = [
+    found
+    for found in vars(aiopar.errors).values()
+    if isinstance(found, type) and issubclass(found, Exception)
+]
+
+
+@pytest.mark.parametrize("kind", ERRORS, ids=lambda kind: str(kind.__name__))
+def test_each_error_is_documented_with_its_status(kind: type[Exception]) -> None:
+    overloaded = issubclass(kind, aiopar.Overloaded)
+    error = kind("why", **({"estimated_wait": 0.2} if overloaded else {}))
+    app = Starlette(routes=[_endpoint_that_raises(error)])
+    install(app)
+    answer = TestClient(app, raise_server_exceptions=False).get("/")
+    sections = _sections(ROOT / "docs" / "errors.md")
+    assert ("retry-after" in answer.headers) == ("`Retry-After`" in sections[kind.__name__])
+    status = answer.status_code
+    assert f"Status [{status}](#{status})" in sections[kind.__name__]
+
+
+def test_each_status_that_the_package_sends_is_documented() -> None:
+    numbers = {
+        node.value
+        for file in [*(ROOT / "aiopar" / "asgi").glob("*.py"), ROOT / "aiopar" / "fastapi.py"]
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and type(node.value) is int
+    }
+    # Those of errors in HTTP, and the close codes of websockets.
+    sent = {str(number) for number in numbers if 400 <= number < 600 or 1001 <= number < 1016}
+    assert {"499", "503", "1013"} <= sent <= {*_sections(ROOT / "docs" / "errors.md")}

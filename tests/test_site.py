@@ -103,6 +103,13 @@ def test_search_finds_an_argument_of_a_class(page: Page, site: Path) -> None:
     expect(page.locator("[id='aiopar.Batcher']")).to_contain_text("max_batch_size")
 
 
+@pytest.mark.parametrize("words", ["503", "413", "499", "queue full", "Overloaded"])
+def test_search_finds_the_page_of_errors(page: Page, site: Path, words: str) -> None:
+    page.goto(f"{(site / 'search.html').as_uri()}?q={words}")
+    found = page.locator("#search-results li a[href^='errors.html']")
+    expect(found).not_to_have_count(0)
+
+
 def test_no_page_is_wider_than_a_phone(page: Page, site: Path) -> None:
     page.set_viewport_size({"width": PHONE_WIDTH, "height": 844})
     wide = []
