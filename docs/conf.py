@@ -39,7 +39,7 @@ extensions = [
 ]
 nitpicky = True
 # Type variables, and private types in signatures. All other names of aiopar must be public ones.
-nitpick_ignore_regex = [("py:class", r"aiopar\.(.*\b_.*|testing\.T)")]
+nitpick_ignore_regex = [("py:class", r"aiopar\..*\b_.*")]
 
 # Markdown: anchors as GitHub makes them, and its diagrams.
 myst_heading_anchors = 4

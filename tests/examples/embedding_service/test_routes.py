@@ -11,7 +11,7 @@ from fastapi import Body, FastAPI
 from hypothesis import given, strategies as st
 
 import aiopar
-from aiopar.testing import Gate
+from aiopar.testing import Gate, client
 from examples.embedding_service.routes import (
     MAX_BATCHES,
     MAX_VALUES,
@@ -82,11 +82,10 @@ async def test_requests_that_share_a_batch_name_the_same_one() -> None:
             async def length(text: Annotated[str, Body()]) -> int:
                 return await batcher(text)
 
-            transport = httpx2.ASGITransport(app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://test") as client:
-                first = asyncio.create_task(client.post("/length", json="a"))
+            async with client(app) as http:
+                first = asyncio.create_task(http.post("/length", json="a"))
                 await gate.entered()
-                others = [asyncio.create_task(client.post("/length", json="b")) for _ in range(2)]
+                others = [asyncio.create_task(http.post("/length", json="b")) for _ in range(2)]
                 await until(lambda: batcher.stats().queued == 2)
                 gate.open()
                 assert _batches(await first) == [(1, 1)]

@@ -1,8 +1,4 @@
-"""Helpers for deterministic tests of concurrent code: they order events without sleeping.
-
-Threads, and tasks of any event loop, can use both helpers. No test hangs: every wait has a time
-limit, and then raises a `TimeoutError` that says what did not happen.
-"""
+"""`Gate` and `Sequencer`: they order the events of concurrent code, without sleeping."""
 
 import math
 import threading
@@ -10,13 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self, TypeVar, overload
 
-from ._base.arguments import check_int, check_number, short_repr
-from .errors import BlockingWaitError
-from .futures._future import Future, running_future
-from .futures._waiting import cancel_scope
-from .futures._wakeup import in_event_loop
-
-__all__ = ["Gate", "Sequencer"]
+from .._base.arguments import check_int, check_number, short_repr
+from ..errors import BlockingWaitError
+from ..futures._future import Future, running_future
+from ..futures._waiting import cancel_scope
+from ..futures._wakeup import in_event_loop
 
 T = TypeVar("T")
 
