@@ -22,7 +22,7 @@ from ..executor._call import CallQueue
 from ..executor._pool import _close_at_exit
 from ..executor._worker import HostInfo, current_call
 from ..remote._executor import HostExecutor, HostSlot, HostWorker
-from ..remote._host import Host, Task, encode, outcome
+from ..remote._host import Host, Task, encode, outcome, parts_of_call, parts_of_kept
 from ._actor import RayEncoder, actor_class, from_message, to_message
 from ._link import LEASE, ActorLink
 from ._session import NAMESPACE, Session, enter_session, leave_session
@@ -273,9 +273,7 @@ class _RayHost:
         link = self.link
         try:
             task = task._replace(threads=self.slot.actors.threads)
-            pickled, kept = encode(
-                tuple(task), RayEncoder, fn=task.fn, args=task.args, kwargs=task.kwargs
-            )
+            pickled, kept = encode(tuple(task), RayEncoder, parts_of_call)
             for value in kept:
                 link.keep(value)
             message = to_message(pickled)
@@ -372,7 +370,7 @@ _generations_lock = threading.Lock()
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    pickled, _ = encode(value, RayEncoder, **{type(value).__name__: value})
+    pickled, _ = encode(value, RayEncoder, parts_of_kept)
     data, views = to_message(pickled)
     digest = hashlib.blake2b(data, digest_size=16)
     for view in views:

@@ -2,10 +2,9 @@
 
 import contextvars
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from types import FunctionType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -22,7 +21,10 @@ from .._base.tracebacks import add_note_once, drop_frames, in_words, without_fra
 from ..errors import WorkerLost
 from ..executor._worker import HostInfo
 from ._channel import Pickled, copy_buffer
+from ._unpicklable import can, notes_on, title
 from ._wire import Encoder, Kept, decode
+
+T = TypeVar("T")
 
 
 class Task(NamedTuple):
@@ -63,61 +65,43 @@ class Host(Protocol):
         """End the host at once: its call raises `WorkerLost`. From any thread; never blocks."""
 
 
-def encode(obj: Any, make: Callable[[], Encoder], **parts: Any) -> tuple[Pickled, list[Kept[Any]]]:
+def encode(
+    obj: T, make: Callable[[], Encoder], parts: "Callable[[T], Iterable[tuple[str, Any]]]"
+) -> tuple[Pickled, list[Kept[Any]]]:
     """An object as it goes to another process, and the kept values that the host must have first.
 
-    If an object in one of `parts` cannot be pickled, a note on the error names both.
+    If it cannot be pickled, notes on the error say which of its named `parts` cannot.
     """
     encoder = make()
     try:
         return encoder.encode(obj), encoder.kept
     except BaseException as error:
-        # The error of a kept value has such a note already.
-        if not any(note.endswith(_NOTE) for note in getattr(error, "__notes__", ())):
-            for name, part in parts.items():
-                if not _can(make().encode, part):
-                    add_note_once(error, f"{name}{_path(part, make)}{_NOTE}")
+        for note in notes_on(error, parts(obj), make):
+            add_note_once(error, note)
         raise
     finally:
-        del obj, parts, encoder  # an error's traceback holds this frame
-        part = None
+        del obj, encoder  # an error's traceback holds this frame
 
 
-_NOTE = " cannot be pickled"
+def parts_of_call(task: Sequence[Any]) -> Iterable[tuple[str, Any]]:
+    """What a caller has given: the function, its arguments and keywords."""
+    fn, args, kwargs, *_ = task
+    # Around the function of a batch or a replica, aiopar calls its own function.
+    is_own = type(fn) is not Kept and str(getattr(fn, "__module__", "")).startswith("aiopar.")
+    yield title(fn), fn
+    for number, arg in enumerate(args, start=1):
+        yield "the input" if is_own else f"argument {number}", arg
+    for name, arg in kwargs.items():
+        yield f"keyword {name}", arg
 
 
-def _path(obj: Any, make: Callable[[], Encoder]) -> str:
-    """The path to the innermost part of `obj` that cannot be pickled."""
-    path, seen = "", {id(obj)}
-    parts = _parts(obj)
-    while parts:
-        name, part = parts.pop(0)
-        if id(part) not in seen and not _can(make().encode, part):
-            seen.add(id(part))
-            path, parts = path + name, _parts(part)
-    return path
+def parts_of_kept(value: Any) -> Iterable[tuple[str, Any]]:
+    """The parts of a kept value."""
+    yield title(value), value
 
 
-def _parts(obj: Any) -> list[tuple[str, Any]]:
-    if isinstance(obj, dict):
-        return [(f"[{key!r}]", value) for key, value in obj.items()]
-    if isinstance(obj, list | tuple | set | frozenset):
-        return [(f"[{index}]", value) for index, value in enumerate(obj)]
-    if isinstance(obj, type | FunctionType):
-        return []  # pickled by name
-    parts = {**getattr(obj, "__dict__", {})}
-    for name in ("__self__", "func", "args", "keywords"):  # of methods and partials
-        parts[name] = getattr(obj, name, None)
-    return [(f".{name}", part) for name, part in parts.items()]
-
-
-def _can(step: Callable[..., object], *args: Any) -> bool:
-    """Whether a step does not raise."""
-    try:
-        step(*args)
-    except BaseException:  # noqa: BLE001  # raised by the class of an object
-        return False
-    return True
+def _parts_of_answer(answer: tuple[bool, Any]) -> Iterable[tuple[str, Any]]:
+    yield "the result", answer[1]
 
 
 def outcome(load: Callable[[], Any], name: str) -> tuple[bool, Any]:
@@ -210,7 +194,7 @@ def answer(load: Callable[[], Iterable[Any]], make: Callable[[], Encoder]) -> Pi
             add_note_once(error, "the call cannot be unpickled in its process")
             raise
         result = _run(task)
-        return encode((True, result), make, result=result)[0]
+        return encode((True, result), make, _parts_of_answer)[0]
     except BaseException as error:  # noqa: BLE001  # the caller gets it
         return failure(error, make)
 
@@ -247,14 +231,12 @@ def _picklable(error: BaseException, make: Callable[[], Encoder]) -> BaseExcepti
     """`error`, or the most similar error that can be pickled."""
     if _survives(error, error, make):
         return error
-    attributes = {
-        key: value for key, value in vars(error).items() if _can(_round_trip, value, make)
-    }
+    attributes = {key: value for key, value in vars(error).items() if can(_round_trip, value, make)}
     if isinstance(error, BaseExceptionGroup):
         members = [_picklable(member, make) for member in error.exceptions]
         args: tuple[Any, ...] = (error.message, members)
     else:
-        args = tuple(value for value in error.args if _can(_round_trip, value, make))
+        args = tuple(value for value in error.args if can(_round_trip, value, make))
     rebuilt = _Rebuilt(type(error), args, attributes)
     if _survives(rebuilt, error, make):
         return rebuilt

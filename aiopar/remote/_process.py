@@ -29,7 +29,16 @@ from ..executor._worker import HostInfo
 from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
 from ._executor import HostExecutor, HostSlot
 from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
-from ._host import Task, answer, encode, failure, lost, outcome
+from ._host import (
+    Task,
+    answer,
+    encode,
+    failure,
+    lost,
+    outcome,
+    parts_of_call,
+    parts_of_kept,
+)
 from ._wire import Encoder, Holding, Kept, decode, forget, keep, main_can_be_imported
 
 _GRACE = 2.0  # seconds that a process has to end when it runs no call
@@ -124,7 +133,7 @@ class _File:
 
 
 def _pack(value: Any) -> tuple[str, Any]:
-    (data, buffers), _ = encode(value, Encoder, **{type(value).__name__: value})
+    (data, buffers), _ = encode(value, Encoder, parts_of_kept)
     table: list[tuple[int, int]] = []
     end = 0
     for buffer in buffers:
@@ -191,9 +200,7 @@ class ProcessHost:
     def call(self, task: Task) -> tuple[bool, Any]:
         sent = False
         try:
-            pickled, kept = encode(
-                tuple(task), Encoder, fn=task.fn, args=task.args, kwargs=task.kwargs
-            )
+            pickled, kept = encode(tuple(task), Encoder, parts_of_call)
             for value in kept:
                 if value not in self._holding:
                     self._send_kept(value)
@@ -218,8 +225,7 @@ class ProcessHost:
 
     def _run(self, fn: Callable[..., Any], *args: Any, file: "_File | None" = None) -> Any:
         """Call a function of aiopar in the process; `file` is for a function that receives one."""
-        pickled, _ = encode((fn, args, {}), Encoder)
-        self._channel.send(pickled)
+        self._channel.send(Encoder().encode((fn, args, {})))
         if file is not None:
             self._channel.send_file(file.descriptor)
         succeeded, result = self._reply()

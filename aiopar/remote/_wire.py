@@ -78,8 +78,7 @@ class Encoder(pickle.Pickler):
             return self._reduce_named(obj)
         if isinstance(obj, _OPEN):
             raise TypeError(
-                f"cannot pickle {type(obj).__name__!r} object: it is an open file of this process; "
-                "pass a queue of multiprocessing.Manager(), or the name of the file"
+                f"cannot pickle {type(obj).__name__!r} object: it is an open file of this process"
             )
         return NotImplemented
 
