@@ -9,6 +9,7 @@ from torch import nn
 
 from .._base.arguments import check_bound, check_int, expected_length, is_async, name_of
 from .._base.devices import Device, default_devices, parse_devices
+from .._base.inputs import call_module, function_of_batch
 from .._base.operator_threads import core_count
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
@@ -92,9 +93,10 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
     A module runs on replicas, one for each entry of `devices`, on the workers of `executor`. Each
     batch goes to the replica with the fewest batches. The replicas are made at the first read, as
     by `replicate(detach=True)`: later changes of the weights are not seen, and the outputs have no
-    gradient. A tuple or list is unpacked to the module's arguments, as by
-    `parallel_apply`; any other batch is the only argument. Tensors are moved to the device of the
-    replica, and so are objects with a method `to(device)`. The outputs stay there.
+    gradient. A tuple or list is unpacked to the module's arguments, as by `parallel_apply`. A
+    mapping becomes keyword arguments if `forward` takes these names. Any other batch is the only
+    argument. Tensors are moved to the device of the replica, and so are objects with a method
+    `to(device)`. The outputs stay there.
 
     A plain function gets each item unchanged. It runs on the workers of `executor`. If neither
     `executor` nor `devices` are given, it runs on CPU threads of the stream's own. An `async def`
@@ -156,7 +158,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
                 f"{name_of(fn_or_module)} is awaited on the event loop: it takes no {what}; give a "
                 "plain function or a module, or give a ReplicaPool or Batcher its own executor"
             )
-        default = _TASKS
+        default, run = _TASKS, function_of_batch(fn_or_module)
     elif isinstance(fn_or_module, nn.Module) or placed:
         if isinstance(fn_or_module, nn.Module):
             check_replicable(fn_or_module, list(fn_or_module.modules()))
@@ -234,6 +236,6 @@ class _OnDevices:
 
 
 def _apply(replica: nn.Module, batch: Any, device: torch.device) -> Any:
-    moved = move_tree(batch, device)
+    inputs = batch if isinstance(batch, list | tuple) else (batch,)
     with torch.no_grad():
-        return replica(*moved) if isinstance(moved, list | tuple) else replica(moved)
+        return call_module(replica, inputs, place=partial(move_tree, device=device))

@@ -28,6 +28,7 @@ from .._base.arguments import (
     short_repr,
 )
 from .._base.devices import Device, parse_device
+from .._base.inputs import function_of_batch
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
 from ..executor._loop_tasks import TaskRef, current_task
@@ -181,6 +182,7 @@ class Pipeline(AsyncOnly, Generic[T]):
     ) -> "Pipeline[Any]":
         """Replace each item by `fn(item)`, awaited if `fn` is an `async def`, a `Batcher`, ...
 
+        For a module, an item that is a mapping becomes keyword arguments, as in `aiopar.map`.
         If a plain function of any step returns a coroutine or an `aiopar.Future`, the item fails
         with a `TypeError`, because nobody would await the result.
 
@@ -191,7 +193,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         name = f"map({name_of(check_one_value(fn))})"
         concurrency = check_bound("concurrency", concurrency)
-        build = partial(_function_steps, fn, concurrency, name, in_order)
+        build = partial(_function_steps, function_of_batch(fn), concurrency, name, in_order)
         return self._then(Verb(name, build, 1 if in_order else None, in_order=in_order))
 
     def filter(self, fn: Callable[[T], Any], *, concurrency: int | None = None) -> "Pipeline[T]":

@@ -1,7 +1,6 @@
 """`Batcher`: runs single items in batches, through a function or a pool of replicas."""
 
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
-from functools import partial
 from itertools import cycle, islice
 from time import monotonic
 from typing import Any, overload
@@ -12,13 +11,14 @@ from .._base.arguments import (
     returns_coroutine,
 )
 from .._base.collate import collate
+from .._base.inputs import function_of_batch
 from ..executor._current import executor_near, get_executor
 from ..executor._executor import DeviceExecutor
 from ..nn._module_copy import Forward
 from ._base_batcher import BaseBatcher
 from ._inferred import AnyFunction, In_contra, Out_co, Outputs, Unary
 from ._places import LoopPart, WorkerPart
-from ._replica import PoolReplica, call_module
+from ._replica import PoolReplica
 from ._replica_pool import ReplicaPool
 from ._runner import BatchRunner, Runner
 from ._scheduler import Scheduler
@@ -55,13 +55,13 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
 
     Args:
         fn_or_pool: Called with a batch; returns its outputs. A batch that is a mapping goes to a
-            module, also in a pool, as `module(**batch)`, but to a function as `fn(batch)`. The
-            function runs under the state of the code that made the batcher. A plain function or
-            module runs on the workers of the executor that is current when the batcher is opened. A
-            coroutine function is awaited on the event loop, and so is a `DataParallel`, which
-            splits a batch over all its devices; workers collate the batches. A `ReplicaPool` gives
-            each batch to one of its replicas. A generator function or async generator function
-            yields outputs step by step, for `stream`.
+            module, also in a pool, as `module(**batch)` if `forward` takes these names. A function
+            gets it as `fn(batch)`. The function runs under the state of the code that made the
+            batcher. A plain function or module runs on the workers of the executor that is current
+            when the batcher is opened. A coroutine function is awaited on the event loop, and so is
+            a `DataParallel`, which splits a batch over all its devices; workers collate the
+            batches. A `ReplicaPool` gives each batch to one of its replicas. A generator function
+            or async generator function yields outputs step by step, for `stream`.
         max_batch_size: The most items in a batch. None: the largest of `batch_sizes`, or 32.
         batch_sizes: The sizes that the function may see, such as `(1, 2, 4, 8, 16, 32)`: the last
             item of a batch is repeated up to the next size, and its extra outputs are dropped. So a
@@ -323,8 +323,7 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         count = self._settings.concurrency or 1
         executor = _executor_for(fn)
         dispatcher = executor._dispatcher
-        if isinstance(fn, torch.nn.Module):
-            fn = partial(call_module, fn)
+        fn = function_of_batch(fn)
         if not kind.on_loop:
             # If the executor can grow, each batch gets a worker: a batch may wait for other things
             # than a core.

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from inspect import signature
 from time import monotonic, perf_counter
 from typing import Any, Final, Literal, TypeAlias, TypeVar, TypeVarTuple
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from .._base.devices import current_stream, is_accelerator, is_device_error, share_memory
 from .._base.forking import ReentrantLock, Registry, live_methods
+from .._base.inputs import call_module
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once
 from .._base.tree import map_tensors, tensors
@@ -97,17 +99,6 @@ Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments."""
 
 
-def arguments_of(batch: Any) -> Arguments:
-    """The arguments of a module for a batch: keyword arguments if the batch is a mapping."""
-    return ((), batch) if isinstance(batch, Mapping) else ((batch,), {})
-
-
-def call_module(module: Callable[..., T], batch: Any) -> T:
-    """Call a module with a batch."""
-    inputs, kwargs = arguments_of(batch)
-    return module(*inputs, **kwargs)
-
-
 def resized(arguments: Arguments, size: int) -> Arguments:
     """`arguments` as a batch of `size` rows: the rows of its tensors are repeated or cut."""
     rows = next((each.shape[0] for each in tensors(arguments) if each.ndim), 0)
@@ -140,7 +131,7 @@ def warmup_calls(warmup: Any) -> tuple[Arguments, ...]:
     if warmup is None:
         return ()
     calls = warmup if isinstance(warmup, list) else [warmup]
-    return tuple((call, {}) if isinstance(call, tuple) else arguments_of(call) for call in calls)
+    return tuple((call if isinstance(call, tuple) else (call,), NO_KWARGS) for call in calls)
 
 
 # Replicas.
@@ -437,14 +428,13 @@ class ModuleCall:
 
     def __call__(self, batch: Any) -> Any:
         """Call the module with a batch."""
-        return self.run(*arguments_of(batch))
+        return self.run((batch,), NO_KWARGS)
 
     def run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the module with these arguments."""
         with torch.inference_mode() if self.inference_mode else nullcontext():
-            moved = [_moved(value, self.device) for value in inputs]
-            named = {name: _moved(value, self.device) for name, value in kwargs.items()}
-            return self.module(*moved, **named)
+            place = partial(_moved, device=self.device)
+            return call_module(self.module, inputs, kwargs, place)
 
     def compile_and_run(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As `run`, for the warm-up: compile, even if Dynamo's limit of recompilations is hit."""
@@ -476,7 +466,12 @@ class CompiledCode:
             self._forwards[kind] = self._compiled(kind)
         # `Module.compile` would make a reference cycle.
         compiled, this = self._forwards[kind], ref(module)
-        module.forward = lambda *inputs, **kwargs: compiled(this(), *inputs, **kwargs)
+
+        def forward(*inputs: Any, **kwargs: Any) -> Any:
+            return compiled(this(), *inputs, **kwargs)
+
+        forward.__signature__ = signature(module.forward)  # type: ignore[attr-defined]  # `call_module` reads it
+        module.forward = forward
 
     def _compiled(self, kind: type[nn.Module]) -> Callable[..., Any]:
         def forward(module: nn.Module, *inputs: Any, **kwargs: Any) -> Any:

@@ -90,8 +90,8 @@ class ReplicaPool(Generic[Out_co]):
             (at least twice).
         executor: Where the replicas run; the pool does not close it. None: the executor that is
             current when the pool is opened.
-        warmup: What every replica runs before it is ready: a batch, a tuple of positional
-            arguments, a mapping of keyword arguments, or a list of these. For a batcher with
+        warmup: What every replica runs before it is ready: a batch (perhaps a mapping, as in a
+            call), a tuple of positional arguments, or a list of these. For a batcher with
             `batch_sizes`, the rows of their tensors are repeated or cut to each size.
         compile: Whether each replica runs compiled code: True, or the options of `torch.compile`,
             such as `{"dynamic": False}`. Replicas compile one at a time, each on its worker, before
@@ -216,9 +216,11 @@ class ReplicaPool(Generic[Out_co]):
         """Return the module's output for a batch, on the device of the replica that ran the batch.
 
         The caller's state is captured now. The replica is chosen when the coroutine is awaited.
-        Inputs are moved to the replica's device. A call that is cancelled before its start is
-        dropped; the end of a running call is awaited first. An error of the module is raised with a
-        note that names replica and device.
+        Inputs are moved to the replica's device. A mapping that is the only input becomes keyword
+        arguments if `forward` takes these names; else it is one argument. A call that is cancelled
+        before its start is dropped; the end of a running call is awaited first. An error of the
+        module is raised with notes that name replica and device, and the types and shapes of the
+        inputs.
 
         Raises:
             ReplicaUnavailable: No replica is in service (when awaited).

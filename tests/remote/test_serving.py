@@ -105,7 +105,7 @@ async def test_modules_of_a_pool_run_in_the_processes() -> None:
         assert output.tolist() == [7.0]
         with pytest.raises(KeyError, match="of the module") as caught:
             await pool(torch.tensor(1.0))
-        assert caught.value.__notes__ == ["in replica 0 on device process:0/cpu"]
+        assert caught.value.__notes__[-1] == "in replica 0 on device process:0/cpu"
         assert [replica.device for replica in pool.stats().replicas] == [
             "process:0/cpu",
             "process:1/cpu",

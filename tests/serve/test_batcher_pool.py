@@ -207,13 +207,6 @@ class Named(nn.Module):
         return {"sums": (ids * mask).sum(1)}
 
 
-class OneDict(nn.Module):
-    """Takes one dict."""
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return batch["ids"].sum(1)
-
-
 NAMED = {"ids": torch.tensor([1, 2, 3]), "mask": torch.tensor([1, 1, 0])}
 BATCH = {name: tensor.unsqueeze(0) for name, tensor in NAMED.items()}
 
@@ -236,25 +229,3 @@ async def test_a_mapping_becomes_keyword_arguments(
         Batcher(pool, collate_fn=collate_fn) as batcher,
     ):
         assert await outcomes_of(batcher, [NAMED] * 3) == [{"sums": torch.tensor(3)}] * 3
-
-
-@pytest.mark.parametrize(
-    ("fn", "output"),
-    [
-        (Named(), {"sums": torch.tensor(3)}),
-        (aiopar.DataParallel(Named(), ["cpu", "cpu"]), {"sums": torch.tensor(3)}),
-        (lambda batch: batch["ids"].sum(1), torch.tensor(6)),
-    ],
-)
-async def test_a_mapping_without_a_pool(fn: Callable[..., Any], output: Any) -> None:
-    """Keyword arguments of a module, the only argument of a function."""
-    async with Batcher(fn) as batcher:
-        assert await outcomes_of(batcher, [NAMED] * 3) == [output] * 3
-
-
-async def test_a_warmup_that_is_one_dict_is_a_tuple(workers: Workers) -> None:
-    async with open_pool(OneDict(), executor=workers, warmup=(BATCH,)) as pool:
-        assert torch.equal(await pool(BATCH), torch.tensor([6]))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'ids'"):
-        async with open_pool(OneDict(), executor=workers, warmup=BATCH):
-            pass

@@ -168,7 +168,7 @@ class TestOpening:
         with pytest.raises(BadInput) as caught:
             async with pool:
                 pytest.fail("it is not open")
-        [note] = caught.value.__notes__
+        *_, note = caught.value.__notes__
         assert note in [f"in the warm-up of replica 0 on device {one}" for one in labels(workers)]
         assert (pool.ready, pool.stats()) == (False, PoolStats(()))
         failing.clear()

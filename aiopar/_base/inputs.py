@@ -1,0 +1,141 @@
+"""The input of a user's module or function: how a module gets it, and how an error describes it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from inspect import Parameter, Signature, signature
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+
+from .arguments import is_async, returns_coroutine
+from .collate import is_rows
+from .tracebacks import add_note_once
+from .tree import children
+
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
+
+
+def call_module(
+    module: Callable[..., Any],
+    inputs: Sequence[Any],
+    kwargs: Mapping[str, Any] = NO_KWARGS,
+    place: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Call a module with one input, which may be a mapping of keyword arguments.
+
+    A mapping becomes keyword arguments if `forward` can be called with them. Else it is the only
+    argument, for modules that take a dict. Everything that calls a module with one batch calls it
+    here. Calls that mirror torch do not: `dp(x)`, `parallel_apply`.
+
+    Args:
+        module: The module.
+        inputs: The positional arguments.
+        kwargs: The keyword arguments.
+        place: Called on each argument: moves it to the device of the module.
+    """
+    refused = ""
+    if len(inputs) == 1 and not kwargs and isinstance(inputs[0], Mapping):
+        try:
+            _bind(module, inputs[0])
+        except TypeError as error:
+            refused = f" (no keyword arguments: {error})"
+        else:
+            kwargs, inputs = inputs[0], ()
+    try:
+        moved = [place(value) for value in inputs]
+        named = {name: place(value) for name, value in kwargs.items()}
+        return module(*moved, **named)
+    except Exception as error:
+        add_note_once(error, "the module was called with ", _arguments(inputs, kwargs) + refused)
+        raise
+
+
+def function_of_batch(fn: Callable[..., Any]) -> Callable[[Any], Any]:
+    """A function of one batch: `fn` itself, or for a module one that calls it by `call_module`."""
+    if not isinstance(fn, nn.Module):
+        return fn
+    if not is_async(fn):
+        return partial(_call_with_batch, fn)
+    return returns_coroutine(lambda batch: call_module(fn, (batch,)))
+
+
+def _call_with_batch(module: nn.Module, batch: Any) -> Any:
+    return call_module(module, (batch,))
+
+
+def _bind(module: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if the module cannot be called with these keyword arguments."""
+    with suppress(ValueError):  # a traced module has no signature: torch knows its names
+        _signature(module).bind(**kwargs)
+
+
+def _signature(module: Callable[..., Any]) -> Signature:
+    own_call = type(module).__call__ is not nn.Module.__call__
+    found = signature(module if own_call else module.forward)  # type: ignore[attr-defined]  # a module
+    kinds = {one.kind for one in found.parameters.values()}
+    inner = getattr(module, "module", None)
+    if isinstance(inner, nn.Module) and kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
+        return _signature(inner)  # of a wrapper such as DataParallel
+    return found
+
+
+# Descriptions of inputs. They never have a value, because inputs may be private.
+
+_MOST_NODES = 1000  # that are looked at
+_MOST_LEVELS = 4
+_MOST_CHARACTERS = 400
+
+
+def outline(value: Any) -> str:
+    """The types and shapes in `value`: `dict {ids: Tensor int64 [1, 7], mask: ...}`; bounded."""
+    with suppress(Exception):  # of a user's class: an error is being described
+        return _cut(_outline(value, iter(range(_MOST_NODES)), _MOST_LEVELS))
+    return type(value).__name__
+
+
+def _arguments(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    named = [f"{name}={outline(value)}" for name, value in kwargs.items()]
+    return _cut(", ".join([*map(outline, inputs), *named])) or "no arguments"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]} ..."
+
+
+def _outline(node: Any, left: Iterator[int], levels: int) -> str:
+    name = type(node).__name__
+    if is_rows(node):
+        return _tensor(name, node)
+    parts = None if isinstance(node, type) else children(node)
+    if parts is None:
+        return name
+    keys, values, _ = parts
+    if not levels:
+        return f"{name} of {len(keys)}"
+    inside = [
+        (key, _outline(value, left, levels - 1))
+        for key, value, _ in zip(keys, values, left, strict=False)
+    ]
+    more = ", ..." if len(inside) < len(keys) else ""
+    if not isinstance(keys, range):
+        return f"{name} {{{', '.join(f'{_key(key)}: {one}' for key, one in inside)}{more}}}"
+    counts: dict[str, int] = {}
+    for _, one in inside:
+        counts[one] = counts.get(one, 0) + 1
+    kinds = [one if count == 1 else f"{count} x {one}" for one, count in counts.items()]
+    return f"{name} of {len(keys)}: {', '.join(kinds)}{more}" if kinds else f"{name} of 0"
+
+
+def _tensor(name: str, rows: Any) -> str:
+    dtype = str(rows.dtype).removeprefix("torch.")
+    if not isinstance(rows, Tensor):
+        return f"{name} {dtype} {list(rows.shape)}"
+    shape = "nested" if rows.is_nested else str(list(rows.shape))
+    return f"{name} {dtype} {shape}" + (f" on {rows.device}" if rows.device.type != "cpu" else "")
+
+
+def _key(key: Any) -> str:
+    """A key that is a name; else its type, because the key may be private data."""
+    return key if isinstance(key, str) and key.isidentifier() else f"a {type(key).__name__}"
