@@ -10,7 +10,9 @@ from . import _doctor, _tune
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one of the commands, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m aiopar")
-    commands = parser.add_subparsers(required=True, metavar="command")
+    version = _doctor.version_of("aiopar")
+    parser.add_argument("--version", action="version", version=f"aiopar {version}")
+    commands = parser.add_subparsers(title="commands", metavar="command")
     for module in (_doctor, _tune):
         name = module.__name__.rpartition("._")[2]
         summary = (module.__doc__ or "").partition("\n")[0].partition(": ")[2]
@@ -18,6 +20,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
         command.set_defaults(run=module.run)
     arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help(sys.stderr)
+        return 2  # as for other wrong arguments
     try:
         status: int = arguments.run(arguments)
     except KeyboardInterrupt:

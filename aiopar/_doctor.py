@@ -87,7 +87,7 @@ class Report:
 
 def examine() -> Report:
     """Look at this machine and this process."""
-    versions = {name: _version(name) for name in dict.fromkeys(_PACKAGES)}
+    versions = {name: version_of(name) for name in dict.fromkeys(_PACKAGES)}
     missing = {
         extra: lacking
         for extra, packages in EXTRAS.items()
@@ -105,7 +105,7 @@ def examine() -> Report:
         supported=supported_accelerator(),
         unsupported=unsupported_hardware(),
         default_workers=[str(device) for device in default_devices()],
-        cores=_cores(),
+        cores=examine_cores(),
         operator_threads=torch.get_num_threads(),
         environment={name: os.environ[name] for name in _VARIABLES if name in os.environ},
         float32_precision=torch.get_float32_matmul_precision(),
@@ -114,14 +114,16 @@ def examine() -> Report:
     )
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _cores() -> Cores:
+def examine_cores() -> Cores:
+    """Look at the cores of this machine."""
     host = os.cpu_count() or 1
     cgroup = cgroup_cores()
     return Cores(
@@ -203,6 +205,11 @@ def _advice_on_cores(found: Report) -> Iterator[str]:
                 )
     if cores.usable == 1:
         yield "There is one core: the event loop and the workers take turns on it."
+    yield from advice_on_load(cores)
+
+
+def advice_on_load(cores: Cores) -> Iterator[str]:
+    """One line if the machine is busy."""
     if cores.load is not None and cores.load > cores.host:
         yield (
             f"{cores.load:.1f} threads ran or waited for the {cores.host} cores of this machine in "

@@ -9,6 +9,7 @@ import asyncio
 import importlib
 import re
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, fields, replace
@@ -18,6 +19,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+from ._doctor import advice_on_load, examine_cores
 from .data._stream import progress_bar
 from .serve._base_batcher import BaseBatcher
 from .serve._batcher import Batcher
@@ -53,6 +55,7 @@ class Point:
     rate: float  # requests per second of all clients together
     p50: float
     p99: float
+    largest_batch: int  # in items
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,18 @@ class Curve:
         """The point with the highest rate that keeps to the goal."""
         kept = [point for point in self.points if point.p99 <= self.goal]
         return max(kept, key=lambda point: point.rate, default=None)
+
+    @property
+    def reached(self) -> Settings:
+        """The settings, but with the largest size that a batch had at the best point."""
+        if self.best is None:
+            return self.settings
+        return replace(self.settings, max_batch_size=self.best.largest_batch)
+
+    def same_with(self, max_batch_size: float) -> bool:
+        """Whether this size would have made the same batches."""
+        largest = max(point.largest_batch for point in self.points)
+        return largest < self.settings.max_batch_size and largest <= max_batch_size
 
     @property
     def quickest(self) -> Point:
@@ -88,6 +103,7 @@ class Comparison:
 
     gain: float  # the median ratio of the rates
     p99: float  # the latency of the settings found
+    own_p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +113,8 @@ class Found:
     curves: Sequence[Curve]
     own: Curve  # of the batcher's own settings
     best: Curve
-    comparison: Comparison | None  # None if `own` is the best, or misses the goal
+    advised: Settings  # those of `best`, with a size that batches have reached
+    comparison: Comparison | None  # None if `own` is advised, or misses the goal
 
 
 class Search:
@@ -143,16 +160,18 @@ class Search:
                     continue  # the other direction has gained
                 misses = 0
                 for value in values:
+                    if name == "max_batch_size" and best.same_with(value):
+                        continue
                     change: dict[str, Any] = {name: value}
                     curve = await self._curve(curves, replace(best.settings, **change))
                     if curve.gains_on(best):
                         best, misses = curve, 0
                     elif (misses := misses + 1) == 2:
                         break
-            comparison = None
-            if best is not own and best.best is not None and own.best is not None:
-                comparison = await self._compare(best, best.best, own, own.best)
-        return Found(curves, own, best, comparison)
+            advised, comparison = self.own if best is own else best.reached, None
+            if advised != self.own and best.best is not None and own.best is not None:
+                comparison = await self._compare(advised, best.best, self.own, own.best)
+        return Found(curves, own, best, advised, comparison)
 
     @asynccontextmanager
     async def _copy(self, settings: Settings, clients: int) -> AsyncIterator[Batcher[Any, Any]]:
@@ -189,10 +208,13 @@ class Search:
         return curve
 
     async def _point(self, batcher: Batcher[Any, Any], clients: int) -> Point:
+        earlier = Counter(batcher.stats().batch_sizes)
         await self._load(batcher, clients)  # warms up
         runs = [await self._load(batcher, clients) for _ in range(RUNS)]
         self._advanced()
-        return Point(clients, *(median(values) for values in zip(*runs, strict=True)))
+        rate, p50, p99 = map(median, zip(*runs, strict=True))
+        largest_batch = max(Counter(batcher.stats().batch_sizes) - earlier)
+        return Point(clients, rate, p50, p99, largest_batch)
 
     async def _load(self, batcher: Batcher[Any, Any], clients: int) -> tuple[float, float, float]:
         """One run: its rate, and the median and the 99th percentile of its latencies."""
@@ -213,22 +235,25 @@ class Search:
         found = percentiles(latencies)
         return rate, found.p50, found.p99
 
-    async def _compare(self, best: Curve, at: Point, own: Curve, own_at: Point) -> Comparison:
+    async def _compare(
+        self, advised: Settings, at: Point, own: Settings, own_at: Point
+    ) -> Comparison:
         async with (
-            self._copy(best.settings, at.clients) as found,
-            self._copy(own.settings, own_at.clients) as present,
+            self._copy(advised, at.clients) as found,
+            self._copy(own, own_at.clients) as present,
         ):
             order = [(present, own_at.clients), (found, at.clients)]
             for one, clients in order:
                 await self._load(one, clients)
-            ratios, tails = [], []
+            ratios, tails, own_tails = [], [], []
             for _ in range(PAIRS):
                 order.reverse()  # in turns, so that a drift of the machine favours neither
                 runs = {one: await self._load(one, clients) for one, clients in order}
                 ratios.append(runs[found][0] / runs[present][0])
                 tails.append(runs[found][2])
+                own_tails.append(runs[present][2])
                 self._advanced()
-        return Comparison(median(ratios), median(tails))
+        return Comparison(median(ratios), median(tails), median(own_tails))
 
 
 def _doubled(first: float, most: float) -> Iterator[Any]:
@@ -320,14 +345,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit(f"module {module!r} has no 'item': name one with --item module:item")
     item = _load(arguments.item or (module, "item"))
     items = [item() for _ in range(ITEMS)] if callable(item) else [item]
-    with progress_bar(None, unit=" points") as bar:
-        bar.write(_HEAD)
+    for line in advice_on_load(examine_cores()):
+        print(f"Warning: {line} Measure on an idle machine.\n", file=sys.stderr)
+    with progress_bar(None, unit=" points", disable=None) as bar:
+
+        def write(line: str) -> None:
+            bar.write(line)
+            sys.stdout.flush()  # it may be a pipe, and the next line comes seconds later
+
+        write(_HEAD)
         search = Search(
             batcher,
             items,
             goal=arguments.p99,
             seconds=arguments.seconds,
-            told=lambda curve: bar.write(_row(curve)),
+            told=lambda curve: write(_row(curve)),
             advanced=bar.update,
         )
         found = asyncio.run(search.run())
@@ -338,8 +370,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _HEAD = (
-    "max_batch_size  concurrency  max_queue_delay    clients  requests/s   p50 ms   p99 ms\n"
-    "                                              (the best point within the goal)"
+    "max_batch_size  concurrency  max_queue_delay    clients  largest  requests/s  p50 ms  p99 ms\n"
+    "                    (at the highest rate within the goal; largest: items of the largest batch)"
 )
 
 
@@ -347,9 +379,9 @@ def _row(curve: Curve) -> str:
     tried, best = curve.settings, curve.best
     head = f"{tried.max_batch_size:14}{tried.concurrency:13}{tried.max_queue_delay:17.4g}    "
     if best is None:
-        quickest = curve.quickest
-        return f"{head}none: {quickest.clients} clients, p99 {_ms(quickest.p99)} ms"
-    return f"{head}{best.clients:7}{best.rate:12.0f}{_ms(best.p50):>9}{_ms(best.p99):>9}"
+        return f"{head}none: the lowest p99 is {_ms(curve.quickest.p99)} ms"
+    load = f"{best.clients:7}{best.largest_batch:9}{best.rate:12.0f}"
+    return f"{head}{load}{_ms(best.p50):>8}{_ms(best.p99):>8}"
 
 
 def _ms(seconds: float) -> str:
@@ -358,25 +390,29 @@ def _ms(seconds: float) -> str:
 
 
 def _verdict(found: Found) -> str:
-    goal = f"{found.best.goal * 1e3:g} ms"
-    if found.best.best is None:
+    best, own, compared = found.best.best, found.own, found.comparison
+    if best is None:
         return (
-            f"No settings keep p99 within {goal}. The lowest was "
+            f"No settings keep p99 within {found.own.goal * 1e3:g} ms. The lowest was "
             f"{_ms(found.best.quickest.p99)} ms: {found.best.settings}"
         )
-    keep = f"Keep the present settings: {found.own.settings}"
-    compared = found.comparison
-    if found.best is found.own:
-        return f"{keep}. No others gained {GAIN - 1:.0%}."
+    keep = f"Keep the present settings: {own.settings}."
+    if found.advised == own.settings:
+        return f"{keep} No others gained {GAIN - 1:.0%}.\np99: {_ms(best.p99)} ms."
+    take = f"Take {found.advised}."
+    if found.advised != found.best.settings:
+        take += " No batch was larger."
     if compared is None:
-        return f"The present settings miss the goal, these do not: {found.best.settings}"
+        return (
+            f"{take}\np99: {_ms(best.p99)} ms. The present settings miss the goal: "
+            f"their lowest p99 is {_ms(own.quickest.p99)} ms."
+        )
+    p99 = f"p99: {_ms(compared.p99)} ms, with the present settings {_ms(compared.own_p99)} ms."
     if compared.gain < GAIN:
-        return f"{keep}.\n{found.best.settings} gained nothing in a second comparison."
-    late = "" if compared.p99 <= found.best.goal else ", above the goal: leave room"
-    return (
-        f"Take {found.best.settings}.\nCompared with the present settings: {compared.gain:.2f} "
-        f"times the requests per second, p99 {_ms(compared.p99)} ms{late}."
-    )
+        return f"{keep} {found.advised} gained nothing in a second comparison.\n{p99}"
+    late = "" if compared.p99 <= own.goal else " It is above the goal: leave room."
+    gain = f"{compared.gain:.2f} times those of the present settings"
+    return f"{take}\nRequests per second: {gain}.\n{p99}{late}"
 
 
 def _check_plot(path: Path) -> None:
@@ -393,22 +429,44 @@ def _check_plot(path: Path) -> None:
         )
 
 
-def _draw(found: Found, path: Path) -> None:
-    """Draw p99 against the rate. From point to point the number of clients doubles."""
-    from matplotlib.figure import Figure
+def _frontier(curves: Sequence[Curve]) -> list[tuple[Settings, Point]]:
+    """The points for which no other has a higher rate and a lower latency, by falling rate."""
+    points = [(curve.settings, point) for curve in curves for point in curve.points]
+    points.sort(key=lambda found: found[1].rate, reverse=True)
+    frontier: list[tuple[Settings, Point]] = []
+    for settings, point in points:
+        if not frontier or point.p99 < frontier[-1][1].p99:
+            frontier.append((settings, point))
+    return frontier
 
-    figure = Figure(figsize=(11, 5), layout="constrained")
+
+def _draw(found: Found, path: Path) -> None:
+    """Draw p99 against the rate: the frontier, and all other points pale."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogFormatter
+
+    figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()
-    for curve in found.curves:
-        rates = [point.rate for point in curve.points]
-        tails = [point.p99 * 1e3 for point in curve.points]
-        width, alpha = (2, 1.0) if curve in (found.best, found.own) else (1, 0.4)
-        label = f"{curve.settings}{' (present)' if curve is found.own else ''}"
-        axes.plot(rates, tails, "-o", markersize=4, linewidth=width, alpha=alpha, label=label)
-    axes.axhline(found.best.goal * 1e3, color="grey", linestyle="--", label="the goal")
+    for curve in found.curves:  # from point to point the number of clients doubles
+        axes.plot(*_line(curve.points), "-o", color="lightgrey", markersize=3, linewidth=0.7)
+    frontier = _frontier(found.curves)
+    axes.plot(*_line([point for _, point in frontier]), color="black", label="the frontier")
+    for settings in dict.fromkeys(settings for settings, _ in frontier):
+        points = [point for one, point in frontier if one == settings]
+        axes.plot(*_line(points), "o", label=str(settings))
+    if found.own.best is not None:
+        axes.plot(*_line([found.own.best]), "x", color="black", label="the present settings")
+    axes.axhline(found.own.goal * 1e3, color="grey", linestyle="--", label="the goal")
     axes.set(xlabel="requests per second", ylabel="99th percentile of the latency, ms")
     axes.set_yscale("log")
+    for format_with in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        format_with(LogFormatter(labelOnlyBase=False))  # 200, not 2 x 10^2
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
     figure.savefig(path)
+
+
+def _line(points: Sequence[Point]) -> tuple[list[float], list[float]]:
+    """The rates, and the latencies in milliseconds."""
+    return [point.rate for point in points], [point.p99 * 1e3 for point in points]

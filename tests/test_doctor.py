@@ -135,9 +135,3 @@ def test_extras_are_those_of_the_project() -> None:
     for extra, packages in _doctor.EXTRAS.items():
         names = [name.replace("anyio[trio]", "trio").partition(">")[0] for name in extras[extra]]
         assert sorted(names) == sorted(packages)
-
-
-def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        command.main(["docter"])
-    assert "invalid choice: 'docter'" in capsys.readouterr().err

@@ -1,5 +1,7 @@
 """`python -m aiopar tune`."""
 
+import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -25,16 +27,16 @@ pool = aiopar.Batcher(aiopar.ReplicaPool(model, ["cpu"]), max_batch_size=1)
 
 lock = threading.Lock()
 
-def eight(batch):
-    # One batch at a time. Up to eight items cost as much as one.
+def same(batch):
+    # One batch at a time, at the same cost for any number of items.
     with lock:
-        time.sleep(0.002 * max(1, len(batch) / 8))
+        time.sleep(0.005)
     return batch
 
-class Eight:
+class AtMostThree:
     @staticmethod
     def make():
-        return aiopar.Batcher(eight, max_batch_size=1)
+        return aiopar.Batcher(same, max_batch_size=1, cost=lambda item: 1, max_batch_cost=3)
 
 def parts(batch):
     yield batch
@@ -81,24 +83,41 @@ def test_it_searches_each_option_and_draws_the_curves(folder: Path) -> None:
         assert len({row[option] for row in rows}) > 1
     assert len(set(rows)) == len(rows), "nothing is measured twice"
     assert ElementTree.parse(folder / "tune.svg").getroot().tag.endswith("svg")
-    assert "point" in err, "the progress bar"
+    assert "point" not in err, "no progress bar into a pipe"
 
 
-def test_it_finds_larger_batches_where_they_cost_nothing(folder: Path) -> None:
-    arguments = ["--p99", "10s", "--seconds", "10ms", "--item", "service:item"]
-    code, out, err = _start(folder, "service:Eight.make", *arguments).end()
+def test_it_advises_the_largest_size_that_batches_have_reached(folder: Path) -> None:
+    arguments = ["--p99", "10s", "--seconds", "20ms", "--item", "service:item"]
+    code, out, err = _start(folder, "service:AtMostThree.make", *arguments).end()
     assert code == 0, err
+    assert {size for size, _, _ in _rows(out)} == {1, 2, 4}, "larger ones would change nothing"
     verdict = out.rpartition("\n\n")[2]
-    assert verdict.startswith("Take max_batch_size="), out
-    assert int(verdict.removeprefix("Take max_batch_size=").partition(",")[0]) >= 4
+    assert verdict.startswith("Take max_batch_size=3, "), out
+    assert "with the present settings" in verdict
 
 
-def test_a_goal_that_no_settings_reach_is_an_error(folder: Path) -> None:
-    options = ["--item", "service:random_item", "--plot", "curves.png"]
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_goal_that_no_settings_reach_is_an_error(
+    *, busy: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1e6 if busy else 0.0, 0.0, 0.0))
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    options = ["--item", "service:random_item", "--plot", str(folder / "curves.png")]
     goal = ["--p99", "0.000001s", "--seconds", "1ms"]
-    code, out, err = _start(folder, "service:pool", *options, *goal).end()
-    assert code == 1, err
-    assert "No settings keep p99 within 0.001 ms" in out
+    assert command.main(["tune", "service:pool", *options, *goal]) == 1
+    monkeypatch.delitem(sys.modules, "service")
+    assert "No settings keep p99 within 0.001 ms" in capsys.readouterr().out
+    assert " points" in terminal.getvalue(), "the progress bar"
+    warned = "other programs take time from this one" in terminal.getvalue()
+    assert warned is busy
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_ctrl_c_ends_it_without_a_traceback(folder: Path) -> None:

@@ -84,11 +84,16 @@ class StreamStats:
 
 
 def progress_bar(
-    total: int | None, initial: int = 0, unit: str = "item", expected: int | None = None
+    total: int | None,
+    initial: int = 0,
+    unit: str = "item",
+    expected: int | None = None,
+    *,
+    disable: bool | None = False,
 ) -> Any:
     """A progress bar with rate and, if the total is known, time left; made with tqdm.
 
-    `expected` is used if `total` is None.
+    `expected` is used if `total` is None. `disable=None`: no bar unless stderr is a terminal.
     """
     try:
         from tqdm.auto import tqdm
@@ -98,7 +103,8 @@ def progress_bar(
     class Unwatched(tqdm):  # type: ignore[type-arg]
         monitor_interval = 0  # no monitor thread, which would outlive the stream
 
-    return Unwatched(total=expected if total is None else total, initial=initial, unit=unit)
+    total = expected if total is None else total
+    return Unwatched(total=total, initial=initial, unit=unit, disable=disable)
 
 
 class Flow:
