@@ -62,7 +62,7 @@ class Registry(Generic[T]):
 
 def live_methods(references: "set[weakref.WeakMethod[M]]") -> list[M]:
     """The bound methods of a set whose objects are alive; the others are discarded."""
-    found = {reference: reference() for reference in tuple(references)}
+    found = {reference: reference() for reference in references.copy()}
     references.difference_update([dead for dead, method in found.items() if method is None])
     return [method for method in found.values() if method is not None]
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import weakref
 from collections import deque
 from contextlib import suppress
 from enum import Enum
@@ -13,6 +12,7 @@ import anyio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .._base.arguments import check_number
+from .._base.forking import Registry
 from .._base.thread_state import CallerState
 from ..executor._loop_tasks import TaskRef, Tasks, call_later, current_task
 from ..serve._request import Request, request_owner
@@ -145,7 +145,7 @@ class _HttpRequest:
         self._shield = anyio.CancelScope()
         self._listener: Tasks | None = None
         # Weak: a stream that the application drops closes when the stream is collected.
-        self._streams: weakref.WeakSet[OutputStream[Any]] = weakref.WeakSet()
+        self._streams: Registry[OutputStream[Any]] = Registry()
 
     async def serve(self, app: ASGIApp, scope: Scope) -> None:
         """Run the application until it ends or is cancelled."""
@@ -161,7 +161,7 @@ class _HttpRequest:
                 self._state = _ClientState.OVER
                 # The generator of a response that was cut off stays suspended until it is
                 # collected. Until then its stream would hold up a batch.
-                for stream in tuple(self._streams):
+                for stream in self._streams:
                     stream.owner_ended()
             # ValueError: the garbage collector closes this coroutine in another context.
             with suppress(ValueError):

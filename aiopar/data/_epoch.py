@@ -1,11 +1,11 @@
 """One epoch of an `AsyncDataLoader`, as it is read and closed."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Generic, Self, TypeVar
 
 from .._base.arguments import AsyncOnly, short_repr
+from .._base.destructors import destructor
 from ..executor._executor import DeviceExecutor
 from ..futures._waiting import close_fully
 from ._fetch import NO_BATCH, FailedSample, Loaded
@@ -204,9 +204,9 @@ class LoaderStream(AsyncOnly, Generic[Batch_co]):
         else:
             await close_fully(self.aclose)
 
+    @destructor
     def __del__(self) -> None:
-        if not sys.is_finalizing():
-            self._epoch.close()
+        self._epoch.close()
 
     def stats(self) -> LoaderStats:
         """The statistics of the iteration up to now."""

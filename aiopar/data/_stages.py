@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import partial
@@ -202,9 +203,10 @@ class Stage:
         with self._lock:
             if self._empty is not None:
                 slot = self._empty.popleft()
-            slot.append(outcome)
-            # The reader can only take the outcome of the first slot.
+            # The reader can only take the outcome of the first slot. While this slot is empty, the
+            # reader does not take it.
             tell = self._reader_waits and self._slots[0] is slot
+            slot.append(outcome)
             if tell:
                 self._reader_waits = False
         if tell:
@@ -262,7 +264,7 @@ class Stage:
             if self._state is not _CLOSED or self._pumps:
                 return
             # The reader may be in `_take`, and goes on with the deque that it has.
-            left, self._slots = [*self._slots], deque()
+            left, self._slots = self._copy_of_slots(), deque()
             self._claimed -= len(left)  # those items were not handed on
         for slot in left:
             if slot and type(slot[0]) is Failure:
@@ -270,11 +272,16 @@ class Stage:
         if not self.gone.done():
             self.gone.set_result(None)
 
+    def _copy_of_slots(self) -> deque[Slot]:
+        while True:
+            with suppress(RuntimeError):  # without a GIL: the reader has taken a slot meanwhile
+                return self._slots.copy()
+
     # Statistics.
 
     @property
     def doing(self) -> str:
-        slots = self._slots.copy()
+        slots = self._copy_of_slots()
         ready = sum(map(bool, slots))
         if not slots and self._state is not _ENDED:
             return f"stage {self.step.name!r} waits for input after {self._claimed} items"

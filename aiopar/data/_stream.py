@@ -4,7 +4,6 @@ A `Flow` runs the stages. It does not refer to its `Stream`, which may be collec
 """
 
 import math
-import sys
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import anyio
 import anyio.lowlevel
 
 from .._base.arguments import AsyncOnly, is_async, short_repr
+from .._base.destructors import destructor
 from .._base.devices import is_accelerator
 from .._base.thread_state import CallerState
 from .._base.tracebacks import log_failure, without_frames
@@ -490,8 +490,9 @@ class Stream(AsyncOnly, Generic[T]):
         else:
             await close_fully(self.aclose)
 
+    @destructor
     def __del__(self) -> None:
-        if not sys.is_finalizing() and getattr(self, "_flow", None) is not None:
+        if getattr(self, "_flow", None) is not None:
             self.close()
 
     def stats(self) -> StreamStats:

@@ -105,7 +105,10 @@ class CallQueue:
     @property
     def queued(self) -> int:
         """How many calls wait; calls that were withdrawn are still in the deque."""
-        return sum(call.queue is not None for call in self.calls.copy())
+        try:
+            return sum(call.queue is not None for call in self.calls.copy())
+        except RuntimeError:  # without a GIL: another thread has changed the deque meanwhile
+            return len(self.calls)
 
     def cancel_queued(self) -> None:
         """Cancel every call that waits."""

@@ -1,7 +1,6 @@
 """Generators on workers: `Steps` advances a generator, `Iteration` reads it on an event loop."""
 
 import contextvars
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -11,6 +10,7 @@ from itertools import islice
 from typing import Any, Final, Generic, NoReturn, Self, TypeVar
 
 from .._base.arguments import AsyncOnly, items_of, name_of, short_repr
+from .._base.destructors import destructor
 from .._base.thread_state import CallerState, SuspendedState, TorchState, thread_torch_state
 from .._base.tracebacks import log_failure
 from ..errors import ExecutorShutdown
@@ -245,9 +245,9 @@ class Iteration(AsyncOnly, Generic[T]):
     async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
+    @destructor  # at the end of the interpreter CPython closes the generator
     def __del__(self) -> None:
-        # At interpreter exit no thread can start. CPython closes the generator.
-        if self._closed is None and not sys.is_finalizing():
+        if self._closed is None:
             self._begin_close().add_done_callback(partial(log_failure, "a generator"))
 
 

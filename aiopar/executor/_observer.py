@@ -164,7 +164,7 @@ class ProcessObservers(Generic[O]):
     def include(self, observers: Observers[O]) -> None:
         """Let the makers observe one more object."""
         self._all.add(observers)
-        for make in tuple(self._makers):
+        for make in self._makers.copy():
             observers.add_made(make)
             if make not in self._makers:
                 observers.remove_made(make)

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from .._base.destructors import destructor
 from .._base.devices import is_accelerator
 from .._base.forking import ReentrantLock, Registry, after_fork_in_child, live_methods
 from .._base.operator_threads import CoreShares
@@ -108,6 +109,7 @@ class WorkerPool:
         """Let the operators of CPU workers use the same number of threads in every call."""
         self._shares.equalize(sum(not is_accelerator(one.device) for one in self.workers))
 
+    @destructor
     def __del__(self) -> None:
         # No call can be submitted any more: queued calls run, then the threads end.
         if not self.closed:
@@ -373,7 +375,7 @@ class WorkerPool:
         # A running call takes this lock after it has queued another call (`put`), and before it
         # ends. So this check finds one of the two.
         with self._lock:
-            queued = any(shared.queued for shared in self._shared.values())
+            queued = any(shared.calls for shared in self._shared.values())
             if queued or not all(worker.idle for worker in self.workers):
                 return
             self._state = _PoolState.DRAINED

@@ -241,7 +241,7 @@ def _trio_variable() -> "trio.lowlevel.RunVar[_TrioWaker]":
 
 def trio_waker() -> Waker:
     """The waker of the trio run of the calling thread."""
-    for fn in tuple(_unprotected):
+    for fn in _unprotected.copy():
         # trio keeps a table of protected functions.
         sys.modules["trio"].lowlevel.enable_ki_protection(fn)
         _unprotected.pop(fn, None)

@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from .._base.arguments import as_list, check_bound
+from .._base.destructors import destructor
 from .._base.devices import Device, default_devices, is_accelerator, parse_devices
 from .._base.forking import own_socketpair, own_sockets
 from .._base.tracebacks import add_note_once, in_words
@@ -128,6 +129,7 @@ class _File:
     def __init__(self, size: int) -> None:
         self.descriptor = shared_file(size)
 
+    @destructor
     def __del__(self) -> None:
         os.close(self.descriptor)
 

@@ -114,7 +114,7 @@ class _Shelf:
     def all(self) -> list[StoredModel]:
         """All models; those that are being closed come first."""
         with self.lock:
-            closing = [one for one in self.resident if one.state == "closing"]
+            closing = [one for one in self.resident.copy() if one.state == "closing"]
             return [*closing, *self.named.values()]
 
 

@@ -322,19 +322,19 @@ class BatchRun:
 
     def end_stalled(self, seconds: float) -> None:
         """End the parts whose callers have all stopped reading for this many seconds."""
-        for part in tuple(self._running):
+        for part in self._running.copy():
             if part.audience is not None:
                 part.audience.end_stalled(seconds)
 
     def end_lost(self) -> None:
         """End the parts whose event loop was closed."""
-        for part in tuple(self._running):
+        for part in self._running.copy():
             part.end_if_lost()
 
     def cancel(self) -> None:
         """Cancel the parts that can be cancelled: no caller waits any more."""
         self._cancelled = True
-        for part in tuple(self._running):
+        for part in self._running.copy():
             part.cancel()
 
     def _end(self) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from .._base.arguments import AsyncOnly, short_repr
+from .._base.destructors import destructor
 from ..executor._generators import END
 from ..executor._loop_tasks import TaskRef, current_task, has_ended
 from ..futures._future import thread_hooks
@@ -208,6 +209,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
             self._broken = "this stream ended with the HTTP request in which it was begun"
             self._forget()
 
+    @destructor
     def __del__(self) -> None:
         self._forget()
 
