@@ -78,6 +78,11 @@ class ActorLink:
         """Whether the actor has ended, does not answer, or was stopped."""
         return self._loss is not None
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the actor loads a value that it keeps: an import may hold the actor's GIL."""
+        return self._turn.locked()
+
     def lose(self, how: str, *, dead: bool = True) -> None:
         """Have all calls raise `WorkerLost`; from any thread, never blocks.
 

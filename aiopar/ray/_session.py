@@ -18,7 +18,7 @@ from ._link import ActorLink, reason
 NAMESPACE = "aiopar"
 _PERIOD = 0.8  # seconds between two pings of an actor
 _MISSES = 3  # an actor that has not answered a ping for so many periods is lost
-_PATIENCE = 25  # after so many periods a warning says that an actor has not started yet
+_PATIENCE = 25  # the same while it loads a value; a warning says that one has not started yet
 
 
 @dataclass
@@ -99,10 +99,17 @@ class Session(threading.Thread):
             links = [*self._links.items()]
             down = [*self._down]
             self._down = {node: count - 1 for node, count in self._down.items() if count > 1}
-        # If a node ends, Ray notices the loss of its actors one after the other. So an actor has
-        # less time to answer if another actor of its node was lost.
         for link, pulse in links:
-            _check(link, pulse, 1 if link.node in down else _MISSES)
+            _check(link, pulse, _patience(link, suspect=link.node in down))
+
+
+def _patience(link: ActorLink, *, suspect: bool) -> int:
+    """For how many periods an actor may leave a ping without an answer."""
+    # If a node ends, Ray notices the loss of its actors one after the other. So an actor has less
+    # time to answer if another actor of its node was lost.
+    if link.is_loading:
+        return _MISSES if suspect else _PATIENCE
+    return 1 if suspect else _MISSES
 
 
 def _check(link: ActorLink, pulse: _Pulse, misses: int) -> None:

@@ -1,5 +1,6 @@
 """`ReplicaPool` and `Batcher` on Ray actors: lost actors and nodes, other sizes and weights."""
 
+import ctypes
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ import anyio
 import psutil
 import pytest
 import torch
+from torch import Tensor, nn
 
 from aiopar import Batcher, ReplicaPool
 from aiopar.ray import RayExecutor
@@ -100,3 +102,21 @@ async def test_no_request_is_lost_when_nodes_end_or_stop(cluster: Any, nodes: li
             await load.all_answered()
             assert load.longest < 5
     await executor.aclose(timeout=5)
+
+
+class HoldsTheGil(nn.Module):
+    """Takes long to load, and holds the GIL meanwhile, as some imports do."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ctypes.PyDLL(None).sleep(4)
+        self.__dict__.update(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.full((len(x),), os.getpid())
+
+
+async def test_an_actor_that_loads_a_model_is_not_lost(cluster: Any) -> None:
+    async with RayExecutor(1) as executor:
+        pid = await executor.run_sync(os.getpid)
+        async with ReplicaPool(HoldsTheGil(), executor=executor, warmup=torch.ones(1)) as pool:
+            assert (await pool(torch.ones(1))).tolist() == [pid]
