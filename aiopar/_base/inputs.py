@@ -1,11 +1,12 @@
 """The input of a user's module or function: how a module gets it, and how an error describes it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from inspect import Parameter, Signature, signature
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
@@ -13,6 +14,8 @@ from .arguments import is_async, returns_coroutine
 from .collate import is_rows
 from .tracebacks import add_note_once
 from .tree import children
+
+T = TypeVar("T")
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -48,8 +51,26 @@ def call_module(
         named = {name: place(value) for name, value in kwargs.items()}
         return module(*moved, **named)
     except Exception as error:
-        add_note_once(error, "the module was called with ", _arguments(inputs, kwargs) + refused)
+        given = [outline(value) for value in inputs]
+        given += [f"{name}={outline(value)}" for name, value in kwargs.items()]
+        add_note_once(error, _CALLED_WITH, _cut(", ".join(given)) + refused)
         raise
+
+
+def call_function(fn: Callable[[Any], T], batch: Any) -> T:
+    """Call a function with a batch; its error gets a note."""
+    try:
+        return fn(batch)
+    except Exception as error:
+        note_batch(error, batch)
+        raise
+    finally:
+        del batch  # an error's traceback holds this frame
+
+
+def note_batch(error: BaseException, batch: Any) -> None:
+    """Add a note with the types and shapes in `batch`, unless the called module has added it."""
+    add_note_once(error, _CALLED_WITH, outline(batch))
 
 
 def function_of_batch(fn: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -83,6 +104,7 @@ def _signature(module: Callable[..., Any]) -> Signature:
 
 # Descriptions of inputs. They never have a value, because inputs may be private.
 
+_CALLED_WITH = "called with "
 _MOST_NODES = 1000  # that are looked at
 _MOST_LEVELS = 4
 _MOST_CHARACTERS = 400
@@ -90,14 +112,12 @@ _MOST_CHARACTERS = 400
 
 def outline(value: Any) -> str:
     """The types and shapes in `value`: `dict {ids: Tensor int64 [1, 7], mask: ...}`; bounded."""
-    with suppress(Exception):  # of a user's class: an error is being described
-        return _cut(_outline(value, iter(range(_MOST_NODES)), _MOST_LEVELS))
-    return type(value).__name__
+    return _cut(_outline(value, iter(range(_MOST_NODES)), _MOST_LEVELS))
 
 
-def _arguments(inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    named = [f"{name}={outline(value)}" for name, value in kwargs.items()]
-    return _cut(", ".join([*map(outline, inputs), *named])) or "no arguments"
+def outlines(items: Sequence[Any]) -> str:
+    """The types and shapes of items: `3 x Tensor float32 [4], Tensor float32 [5]`; bounded."""
+    return _cut(_counted(items, iter(range(_MOST_NODES)), _MOST_LEVELS))
 
 
 def _cut(text: str) -> str:
@@ -105,6 +125,13 @@ def _cut(text: str) -> str:
 
 
 def _outline(node: Any, left: Iterator[int], levels: int) -> str:
+    try:
+        return _inside(node, left, levels)
+    except Exception:  # noqa: BLE001  # of a user's class, while an error is described
+        return type(node).__name__
+
+
+def _inside(node: Any, left: Iterator[int], levels: int) -> str:
     name = type(node).__name__
     if is_rows(node):
         return _tensor(name, node)
@@ -112,20 +139,25 @@ def _outline(node: Any, left: Iterator[int], levels: int) -> str:
     if parts is None:
         return name
     keys, values, _ = parts
+    if isinstance(keys, range):
+        inside = _counted(values, left, levels - 1) if keys and levels else ""
+        return f"{name} of {len(keys)}: {inside}" if inside else f"{name} of {len(keys)}"
     if not levels:
         return f"{name} of {len(keys)}"
-    inside = [
-        (key, _outline(value, left, levels - 1))
+    named = [
+        f"{_key(key)}: {_outline(value, left, levels - 1)}"
         for key, value, _ in zip(keys, values, left, strict=False)
     ]
-    more = ", ..." if len(inside) < len(keys) else ""
-    if not isinstance(keys, range):
-        return f"{name} {{{', '.join(f'{_key(key)}: {one}' for key, one in inside)}{more}}}"
-    counts: dict[str, int] = {}
-    for _, one in inside:
-        counts[one] = counts.get(one, 0) + 1
-    kinds = [one if count == 1 else f"{count} x {one}" for one, count in counts.items()]
-    return f"{name} of {len(keys)}: {', '.join(kinds)}{more}" if kinds else f"{name} of 0"
+    more = ["..."] if len(named) < len(keys) else []
+    return f"{name} {{{', '.join(named + more)}}}"
+
+
+def _counted(values: Collection[Any], left: Iterator[int], levels: int) -> str:
+    """The outlines of values, each kind once."""
+    kinds = Counter(_outline(one, left, levels) for one, _ in zip(values, left, strict=False))
+    more = ["..."] if kinds.total() < len(values) else []
+    counts = [kind if count == 1 else f"{count} x {kind}" for kind, count in kinds.items()]
+    return ", ".join(counts + more)
 
 
 def _tensor(name: str, rows: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from .._base.arguments import length_of
+from .._base.inputs import outline
 from .._base.thread_state import FRESH_STATE, CallerState, applied, fresh
 from .._base.tracebacks import (
     add_note_once,
@@ -100,6 +101,7 @@ class Collate:
             try:
                 batch = self.caller.run(self._collate_fn, samples)
             except Exception as error:  # noqa: BLE001  # it is raised where the loader is read
+                add_note_once(error, "collate_fn was called with ", outline(samples))
                 self.add_failure(failures, request, request.content, error, "collating")
             else:
                 if self._finish is not None:

@@ -607,7 +607,7 @@ class _EpochFactory:
         if copy is not None:
             # One batch is copied while the consumer computes. More would take more device memory.
             copying = partial(_copied, copy=copy)
-            steps.append(MapStep(copying, bound=1, in_order=settings.in_order, name=COPY))
+            steps.append(MapStep(copying, 1, 1, settings.in_order, COPY, described=False))
         bar: Callable[[], Any] | None = None
         if settings.progress:
             total, initial = length_of(self._sampling.loader), self._sampling.skipped
@@ -645,7 +645,7 @@ class _EpochFactory:
         if kind is DatasetKind.ASYNC_ITERABLE:
             requests = AsyncRequests(sampling, executor, settings.bound)
             collators = min(workers, _COLLATORS)
-            step = MapStep(collate.content, collators, bound, in_order, LOAD)
+            step = MapStep(collate.content, collators, bound, in_order, LOAD, described=False)
             return requests, step, requests.room.release
         fetch: Callable[[Any], Any]
         begin_worker: Callable[[], object] | None = None
@@ -658,7 +658,7 @@ class _EpochFactory:
             fetch, init = collate.content, self._worker_init()
             begin_worker = None if init is None else partial(init, caller)
         drawn = draw_requests(sampling, stop, begin_worker)
-        return drawn, MapStep(fetch, workers, bound, in_order, LOAD), None
+        return drawn, MapStep(fetch, workers, bound, in_order, LOAD, described=False), None
 
     def _workers(self) -> tuple[DeviceExecutor, DeviceExecutor | None]:
         """The executor, and the executor again if it must end with the epoch."""

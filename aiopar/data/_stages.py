@@ -294,6 +294,11 @@ class Stage:
         return StageStats(self.step.name, delivered, buffered, self.step.bound, waited)
 
 
+def failed(error: BaseException, step: MapStep, position: int, item: Any) -> Failure:
+    """The `Failure` of an item."""
+    return failure(error, step.name, position, *((item,) if step.described else ()))
+
+
 def _do_nothing() -> None:
     pass
 
@@ -332,7 +337,7 @@ class WorkerStage(Stage):
                     if type(item) in UNAWAITED:
                         raise unawaited(item)
                 except BaseException as error:  # noqa: BLE001  # the reader gets it
-                    item = failure(error, self.step.name, position)
+                    item = failed(error, self.step, position, claimed[2])
             leave(slot, item)
             del claimed, slot, item  # the next `claim` may block, and must hold no item
             if perf_counter() > until:
@@ -399,7 +404,7 @@ class TaskStage(Stage):
                 try:
                     item = await fn(item)
                 except Exception as error:  # noqa: BLE001  # the reader gets it
-                    item = failure(error, self.step.name, position)
+                    item = failed(error, self.step, position, claimed[2])
                 except BaseException as error:
                     self.leave(slot, _ended_by(error, self.step.name, position))
                     self._end()  # else another pump would start, perhaps on a loop that ends

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias, final
 import torch
 
 from .._base.arguments import not_begun
+from .._base.inputs import outline
 from .._base.thread_state import CallerState
 from .._base.tracebacks import add_note_once, awaitable_error, own_traceback, stand_in
 from ..executor._generators import END, Steps
@@ -65,14 +66,20 @@ class Failure:
         return error
 
 
-def failure(error: BaseException, stage: str, position: int, *, fatal: bool = False) -> Failure:
-    """The `Failure` for an error that was caught in the calling frame."""
+def failure(
+    error: BaseException, stage: str, position: int, *items: Any, fatal: bool = False
+) -> Failure:
+    """The `Failure` for an error that was caught in the calling frame.
+
+    `items`: the item, if the error describes it.
+    """
     error = own_traceback(error)
     if isinstance(error, StopAsyncIteration):
         # A StopAsyncIteration from `__anext__` would end the reader's loop silently.
         error = stand_in("the stage raised StopAsyncIteration", error)
     error = awaitable_error(error)
-    add_note_once(error, f"in stage {stage!r} of the stream, item ", str(position))
+    item = ": ".join([str(position), *map(outline, items)])
+    add_note_once(error, f"in stage {stage!r} of the stream, item ", item)
     if isinstance(error, AttributeError) and error.obj is None and error.__traceback__ is not None:
         *_, (frame, _) = traceback.walk_tb(error.__traceback__)
         if "get_worker_info" in frame.f_code.co_names:
@@ -110,6 +117,7 @@ class MapStep:
     in_order: bool = True  # whether outcomes leave in the order in which their items came
     name: str = "map"  # in errors and statistics
     first: int = 0  # the position of the first item
+    described: bool = True  # whether errors describe the item; not if the user does not know it
 
     @property
     def buffer(self) -> int:
@@ -176,7 +184,7 @@ def mapped(items: Iterator[Any], fn: Callable[[Any], Any], name: str, first: int
                 if type(outcome) in UNAWAITED:
                     raise unawaited(outcome)
             except BaseException as error:  # noqa: BLE001  # the reader gets it
-                outcome = failure(error, name, first)
+                outcome = failure(error, name, first, item)
         first += 1
         del item
         yield outcome

@@ -1,6 +1,7 @@
 """`Batcher`: runs single items in batches, through a function or a pool of replicas."""
 
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import cycle, islice
 from time import monotonic
 from typing import Any, overload
@@ -56,12 +57,13 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
     Args:
         fn_or_pool: Called with a batch; returns its outputs. A batch that is a mapping goes to a
             module, also in a pool, as `module(**batch)` if `forward` takes these names. A function
-            gets it as `fn(batch)`. The function runs under the state of the code that made the
-            batcher. A plain function or module runs on the workers of the executor that is current
-            when the batcher is opened. A coroutine function is awaited on the event loop, and so is
-            a `DataParallel`, which splits a batch over all its devices; workers collate the
-            batches. A `ReplicaPool` gives each batch to one of its replicas. A generator function
-            or async generator function yields outputs step by step, for `stream`.
+            gets it as `fn(batch)`. Both run under the state of the code that made the batcher, a
+            module also under `torch.no_grad`. A plain function or module runs on the workers of the
+            executor that is current when the batcher is opened. A coroutine function is awaited on
+            the event loop, and so is a `DataParallel`, which splits a batch over all its devices;
+            workers collate the batches. A `ReplicaPool` gives each batch to one of its replicas. A
+            generator function or async generator function yields outputs step by step, for
+            `stream`.
         max_batch_size: The most items in a batch. None: the largest of `batch_sizes`, or 32.
         batch_sizes: The sizes that the function may see, such as `(1, 2, 4, 8, 16, 32)`: the last
             item of a batch is repeated up to the next size, and its extra outputs are dropped. So a
@@ -222,7 +224,11 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
         )
         if max_batch_cost is not None and cost is None:
             raise ValueError("max_batch_cost needs cost, a function from an item to its cost")
-        super().__init__(fn_or_pool, name, pool, kind, settings)
+        # As in a pool. But the module is the caller's own: what it keeps under inference mode (a
+        # cache) could never be used in training.
+        is_module = isinstance(fn_or_pool, torch.nn.Module)
+        with torch.no_grad() if is_module else nullcontext():
+            super().__init__(fn_or_pool, name, pool, kind, settings)  # captures the state
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._settings, self._observers, on_loop=self._kind.on_loop)

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from .._base.arguments import NOT_BEGUN, not_begun
 from .._base.collate import check_batched
+from .._base.inputs import call_function, note_batch
 from .._base.thread_state import CallerState
 from .._base.tracebacks import logger, own_traceback, stand_in
 from .._base.tree import tensors
@@ -34,7 +35,7 @@ def compute_batch(
     """Collate `items`, call `fn`, and return the result of `checked`."""
     count = len(items)
     try:
-        return checked(fn(collate_fn(items)), count, unbatch_fn)
+        return checked(call_function(fn, collate_fn(items)), count, unbatch_fn)
     finally:
         del items  # an error's traceback holds this frame
 
@@ -66,7 +67,7 @@ def iterate_batch(
 ) -> Iterable[Any]:
     """Collate `items` and call a generator function."""
     try:
-        return fn(collate_fn(items))
+        return call_function(fn, collate_fn(items))
     finally:
         del items
 
@@ -367,12 +368,21 @@ class LoopPart(BatchPart):
     async def _call_function(self) -> None:
         try:
             with self.batch.watched(len(self.requests)):
-                outputs = await self.runner.fn(await self._collated())
-                outputs = await self._checked(outputs)
-                self._outcome = PartOutcome(self.requests, *outputs, size=self.size)
+                outputs = await self._output(await self._collated())
+                outputs, unbatched = await self._checked(outputs)
+                self._outcome = PartOutcome(self.requests, outputs, unbatched, size=self.size)
         finally:
             outputs = None
             del self
+
+    async def _output(self, batch: Any) -> Any:
+        try:
+            return await self.runner.fn(batch)
+        except Exception as error:
+            note_batch(error, batch)
+            raise
+        finally:
+            del self, batch
 
     async def _iterate(self) -> None:
         """Read an async generator to its end, as fast as the callers read."""

@@ -310,7 +310,7 @@ class BatchRun:
     def _failed(self, part: "BatchPart", error: BaseException, fault: Fault) -> PartOutcome | None:
         """Handle the error of a part. Returns the outcome, or None if that comes later."""
         if self._splitting is None:
-            self._splitting = Splitting(len(self.requests))
+            self._splitting = Splitting(self.requests)
         if part.begun:
             return self._splitting.failed_midway(part.requests, error)
         if fault is Fault.ITEM:

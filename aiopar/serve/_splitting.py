@@ -1,7 +1,10 @@
 """How a failed batch is split in halves, until the bad item is alone."""
 
+from collections.abc import Sequence
+
 import torch
 
+from .._base.inputs import outline, outlines
 from .._base.tracebacks import add_note_once, drop_frames, without_frames
 from ..errors import OutputMismatch
 from ._request import PartOutcome, Request
@@ -14,14 +17,19 @@ class Splitting:
 
     Every item is tried: only the function can say which items are bad. Halving a batch of n bad
     items would take 2n - 1 calls. So after `_MANY_BAD` bad items a failed part is no longer halved:
-    its items run alone, which takes about n calls. The batch has `count` items.
+    its items run alone, which takes about n calls.
+
+    Args:
+        batch: The requests of the batch.
     """
 
-    def __init__(self, count: int) -> None:
-        self._count = count
+    def __init__(self, batch: Sequence[Request]) -> None:
+        self._count = len(batch)
+        self._items = outlines([request.item for request in batch])
+        """The types and shapes of the items."""
         self._waiting: list[list[Request]] = []
         self._failed_alone = 0
-        self._fitting = count  # the most items that may fit into memory at once
+        self._fitting = self._count  # the most items that may fit into memory at once
         self._out_of_memory: list[list[Request]] = []  # the parts that did not fit into memory
 
     def next_part(self) -> list[Request]:
@@ -59,7 +67,10 @@ class Splitting:
         self._failed_alone += 1
         if out_of_memory:
             without_frames(error)
-        add_note_once(error, "raised by one item of a batch of ", str(self._count))
+        note = f"{self._count}; item: {outline(part[0].item)}"
+        if self._count > 1:
+            note += f"; batch: {self._items}"
+        add_note_once(error, "raised by one item of a batch of ", note)
         return PartOutcome(part, error=error)
 
     def failed_midway(self, part: list[Request], error: BaseException) -> PartOutcome:

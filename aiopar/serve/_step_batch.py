@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .._base.tracebacks import drop_frames, logger, own_traceback
+from .._base.inputs import outline
+from .._base.tracebacks import add_note_once, drop_frames, logger, own_traceback
 from ..errors import InvalidInput, OutputMismatch, Overloaded
 from ..remote._host import portable_error
 from ._queue import RequestGroup
@@ -185,6 +186,7 @@ class StepBatch:
                 state = stepper.start(item) if parts is None else stepper.resume(item, parts)  # type: ignore[attr-defined]  # optional
                 need = self._checked_need(stepper, state)
             except (Exception, SystemExit) as error:  # noqa: BLE001  # the caller gets every error
+                add_note_once(error, "the request did not start; item: ", outline(item))
                 ticked.ended.append((key, own_traceback(error)))
                 continue
             if not self._has_room(need):

@@ -93,6 +93,17 @@ async def test_what_fails_together_is_left_out_together() -> None:
     assert (failed.index, failed.batch, type(failed.error)) == ([3, 4, 5], 1, KeyError)
 
 
+@pytest.mark.asyncio
+async def test_an_error_of_collate_fn_names_the_shapes() -> None:
+    loader = AsyncDataLoader([torch.ones(n) for n in (2, 3, 2)], 3)
+    with pytest.raises(RuntimeError, match="stack expects") as caught:
+        await read(loader)
+    first, _, last = caught.value.__notes__
+    samples = "list of 3: 2 x Tensor float32 [2], Tensor float32 [3]"
+    assert first == f"collate_fn was called with {samples}"
+    assert last == "in stage 'load' of the stream, item 0"
+
+
 @pytest.mark.anyio
 async def test_an_error_of_a_source_or_a_sampler_is_always_raised() -> None:
     def source() -> Iterator[int]:

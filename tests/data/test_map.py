@@ -265,10 +265,10 @@ async def test_an_error_names_the_replica_and_the_batch(workers: Workers) -> Non
         await collect(outputs, got)
     assert [output.requires_grad for output in got] == [False, False]
     notes = [
-        "the module was called with Tensor float32 [1, 4]",
+        "called with Tensor float32 [1, 4]",
         # Each process has a replica, and any of them may run the batch.
         *(() if elsewhere(workers) else ("in replica 0 on device cpu",)),
-        "in stage 'map(Network)' of the stream, item 2",
+        "in stage 'map(Network)' of the stream, item 2: Tensor float32 [1, 4]",
     ]
     assert caught.value.__notes__ == notes
 

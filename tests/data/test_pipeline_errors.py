@@ -45,7 +45,8 @@ async def test_errors_name_the_step_and_the_position(
     with pytest.raises(LookupError, match="mine") as caught:
         await collect(pipeline, got)
     assert len(got) == 4
-    assert caught.value.__notes__ == [f"in stage '{verb}({fn.__name__})' of the stream, item 4"]
+    note = f"in stage '{verb}({fn.__name__})' of the stream, item 4: int"
+    assert caught.value.__notes__ == [note]
 
 
 @pytest.mark.anyio

@@ -141,7 +141,7 @@ async def test_positions_in_errors_are_those_of_the_unbroken_run() -> None:
         pipeline.load_state_dict({**pipeline.state_dict(), "delivered": 20, "ended": False})
         with pytest.raises(ZeroDivisionError) as caught:
             [n async for n in pipeline]
-        assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 21"]
+        assert caught.value.__notes__ == ["in stage 'map(fail)' of the stream, item 21: int"]
 
 
 class _Stateful:

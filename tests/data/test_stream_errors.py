@@ -56,7 +56,8 @@ async def test_an_error_comes_after_the_items_before_it_and_ends_the_stream(
     with pytest.raises(LookupError, match="mine") as caught:
         await collect(stream, got)
     assert got == [4 * n for n in range(5)]
-    assert caught.value.__notes__ == [f"in stage 'map({fail.__name__})' of the stream, item 5"]
+    note = f"in stage 'map({fail.__name__})' of the stream, item 5: int"
+    assert caught.value.__notes__ == [note]
     with pytest.raises(StopAsyncIteration):
         await anext(stream)
     await stream.aclose()

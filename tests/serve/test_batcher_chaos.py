@@ -116,7 +116,7 @@ class Account:
         never_computed = item.number not in self.chaos.computed
         match outcome:
             case Bad() if item.kind == "bad" and outcome.args == (item.number,):
-                assert "by one item" in outcome.__notes__[0]
+                assert "by one item" in outcome.__notes__[-1]
                 return "bad"
             case torch.OutOfMemoryError() if item.kind == "huge":
                 return "out of memory"

@@ -3,6 +3,7 @@
 import sys
 import traceback
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import anyio
@@ -36,11 +37,46 @@ async def test_one_bad_item_fails_alone(workers: Workers) -> None:
     assert callers.outcomes == {"first": "first", 0: "0", 1: "1", 3: "3", 4: "4"}
     assert type(error) is Bad
     assert error.args == (-2,)
-    assert error.__notes__ == ["raised by one item of a batch of 5"]
+    *_, note = error.__notes__
+    assert note == "raised by one item of a batch of 5; item: int; batch: 5 x int"
     assert callers.runs == [[0, 1, -2, 3, 4], [0, 1, -2], [0, 1], [-2], [3, 4]]
     stats = callers.batcher.stats()
     assert (stats.completed, stats.failed) == (5, 1)
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
+
+
+def scored(batch: Tensor) -> Tensor:
+    return batch @ torch.ones(4, 2)
+
+
+async def scored_on_the_loop(batch: Tensor) -> Tensor:
+    return scored(batch)
+
+
+@pytest.mark.parametrize(
+    ("fn", "in_pool"),
+    [
+        pytest.param(scored, False, id="function"),
+        pytest.param(scored_on_the_loop, False, id="async function"),
+        pytest.param(nn.Linear(4, 2), False, id="module"),
+        pytest.param(nn.Linear(4, 2), True, id="pool"),
+    ],
+)
+async def test_an_error_names_the_shapes_of_the_item_and_the_batch(
+    workers: Workers, fn: Any, in_pool: bool
+) -> None:
+    items = [torch.ones(n) for n in (4, 4, 3, 4)]
+    async with AsyncExitStack() as stack:
+        if in_pool:
+            fn = await stack.enter_async_context(ReplicaPool(fn, ["cpu"], executor=workers))
+        outcomes = await together(fn, items, workers=workers)
+    assert [isinstance(one, Tensor) for one in outcomes] == [True, True, False, True]
+    first, *_, last = outcomes[2].__notes__
+    assert first == "called with Tensor float32 [1, 3]"
+    start = "raised by one item of a batch of 4; item: Tensor float32 [3]; batch: "
+    assert last.startswith(start)
+    kinds = {"3 x Tensor float32 [4]", "Tensor float32 [3]"}  # trio's tasks begin in any order
+    assert set(last.removeprefix(start).split(", ")) == kinds
 
 
 @pytest.mark.parametrize("kind", [ConnectionError, torch.OutOfMemoryError])
@@ -87,7 +123,7 @@ async def test_frames_in_which_callers_handle_a_stored_error_stay(
     assert sorted(answered) == [item for item in range(4) for _ in range(3)]
     assert not closed
     notes = [note for note in stored.__notes__ if "one item" in note]
-    assert notes == ["raised by one item of a batch of 4"]
+    assert notes == ["raised by one item of a batch of 4; item: int; batch: 4 x int"]
     bystander.close()
 
 
@@ -296,7 +332,7 @@ async def test_an_item_that_exits_fails_alone(workers: Workers, at: str) -> None
     (error,) = (one for one in outcomes if isinstance(one, SystemExit))
     assert outcomes == [0, error, 2, 3]
     assert error.code == "bad"
-    assert "raised by one item of a batch of 4" in error.__notes__
+    assert any(note.startswith("raised by one item of a batch of 4") for note in error.__notes__)
 
 
 def stop(_: object) -> None:

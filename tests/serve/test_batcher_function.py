@@ -1,6 +1,7 @@
 """The function of a `Batcher`: its input, its state, and its outputs."""
 
 import threading
+from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from contextvars import ContextVar
 from typing import Any
@@ -83,6 +84,62 @@ async def test_unbatch_fn_is_run_on_the_worker_and_the_default_on_the_loop() -> 
     async with Batcher(fn, unbatch_fn=unbatch_fn) as batcher:
         assert await batcher(torch.tensor(1)) == 1
     assert threads["unbatch_fn"] is threads["fn"]
+
+
+class Modes(nn.Module):
+    """Returns the grad mode that its parameter sees, and whether its output has a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.kept: Tensor | None = None
+
+    def forward(self, batch: Tensor) -> Tensor:
+        self.kept = batch * self.weight
+        return self.kept
+
+
+class ModesByStep(Modes):
+    def forward(self, batch: Tensor) -> Iterator[Tensor]:  # type: ignore[override]  # a generator
+        yield batch * self.weight
+        yield batch * self.weight
+
+
+@pytest.mark.parametrize("training", [False, True])
+async def test_outputs_of_a_module_have_no_graph_whoever_runs_it(
+    workers: Workers, training: bool
+) -> None:
+    """In a batcher, a pool and `aiopar.map`. The caller's own function is its own affair."""
+    module, item = Modes().train(training), torch.ones(2)
+    outputs: list[Tensor] = []
+    with aiopar.use_executor(workers):
+        async with Batcher(module) as batcher, ReplicaPool(module, ["cpu"]) as pool:
+            outputs += [await batcher(item), (await pool(item.unsqueeze(0)))[0]]
+            async with Batcher(pool) as of_pool:
+                outputs.append(await of_pool(item))
+        async with aiopar.map(module, [item], devices=["cpu"]) as stream:
+            outputs += [output async for output in stream]
+    assert [output.numpy().tolist() for output in outputs] == [[1.0, 1.0]] * 4
+    async with Batcher(module.forward) as batcher:  # a thread, as no graph leaves a process
+        assert (await batcher(item)).requires_grad
+
+
+async def test_a_module_in_a_batcher_can_be_trained_afterwards() -> None:
+    """Inference mode would leave tensors in it that have no place in a graph."""
+    module = Modes()
+    async with Batcher(module) as batcher:
+        await batcher(torch.ones(2))
+    assert module.kept is not None
+    (grad,) = torch.autograd.grad((module.kept * module.weight).sum(), [module.weight])
+    assert grad == 2
+
+
+async def test_steps_of_a_module_and_a_data_parallel_have_no_graph() -> None:
+    async with Batcher(ModesByStep()) as batcher:
+        parts = [part async for part in batcher.stream(torch.ones(2))]
+    async with Batcher(aiopar.DataParallel(Modes(), ["cpu"] * 2)) as batcher:
+        parts.append(await batcher(torch.ones(2)))
+    assert [part.requires_grad for part in parts] == [False] * 3
 
 
 class State(nn.Module):

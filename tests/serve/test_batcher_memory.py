@@ -130,10 +130,10 @@ async def test_an_item_that_does_not_fit_alone_does_not_make_batches_smaller() -
         outcomes = await outcomes_of(batcher, [1, 2, 3, 100, 5, 6, 7, 8])
         error = outcomes.pop(3)
         assert isinstance(error, torch.OutOfMemoryError)
-        where, note = error.__notes__
+        *_, where, note = error.__notes__
         assert "in fn" in where, "as text: frames would keep the tensors"
         assert "fn" not in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
-        assert note == "raised by one item of a batch of 8"
+        assert note.startswith("raised by one item of a batch of 8")
         assert outcomes == [1, 2, 3, 5, 6, 7, 8]
         assert sorted(sizes) == [1, 1, 2, 2, 4, 4, 8]
         await outcomes_of(batcher, [*range(8)])

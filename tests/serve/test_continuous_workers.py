@@ -68,8 +68,9 @@ async def test_errors_come_from_any_worker(workers: Workers) -> None:
             assert isinstance(failed, Exception)
             assert "unpicklable" in str(failed)
             assert not isinstance(good, Exception)
-            with pytest.raises(TypeError, match="not an item"):
+            with pytest.raises(TypeError, match="not an item") as caught:
                 await batcher("no item")
+            assert "the request did not start; item: str" in caught.value.__notes__
 
 
 class Locked:

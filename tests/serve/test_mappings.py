@@ -109,7 +109,7 @@ async def test_an_error_says_which_name_forward_refused(workers: Workers) -> Non
         with pytest.raises(AttributeError, match="has no attribute 'sum'") as caught:
             await pool({**BATCH, "token_type_ids": BATCH["mask"]})
     assert (
-        "the module was called with dict {ids: Tensor int64 [1, 3], mask: Tensor int64 [1, 3], "
+        "called with dict {ids: Tensor int64 [1, 3], mask: Tensor int64 [1, 3], "
         "token_type_ids: Tensor int64 [1, 3]} (no keyword arguments: got an unexpected keyword "
         "argument 'token_type_ids')"
     ) in caught.value.__notes__

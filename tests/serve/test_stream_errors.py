@@ -45,7 +45,7 @@ async def test_before_the_first_part_only_the_bad_item_fails(kind: str) -> None:
             [(item, error)] = readers.outcomes.items()
             assert (item, type(error)) == ("bad", Bad)
             assert error is not None
-            assert error.__notes__ == ["raised by one item of a batch of 8"]
+            assert error.__notes__[-1].startswith("raised by one item of a batch of 8; item: str")
             assert batcher.stats().in_flight == 8, "it is one batch until all of it has ended"
             for n in range(7):
                 readers.cancel(n)
