@@ -17,6 +17,8 @@ from sybil.evaluators.python import pad
 from sybil.parsers.markdown import CodeBlockParser, SkipParser
 from xdist.scheduler import LoadFileScheduling
 
+from aiopar.serve import PrometheusMetrics
+
 collect_ignore = ["docs/conf.py"]  # read by Sphinx; its docstrings have no examples
 
 
@@ -40,6 +42,9 @@ def _run(example: Example) -> None:
 
 
 def _end(namespace: dict[str, Any]) -> None:
+    metrics = namespace.get("metrics")
+    if isinstance(metrics, PrometheusMetrics):
+        metrics.close()  # the registry of the process takes one
     namespace["__runner__"].close()
 
 

@@ -41,6 +41,15 @@ def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             process.kill()
 
 
+def _get(port: int, path: str) -> str:
+    connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+    finally:
+        connection.close()
+
+
 def _post(port: int, body: bytes | Iterator[bytes], **headers: str) -> tuple[int, Any]:
     connection = HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
@@ -58,6 +67,21 @@ def test_it_answers(port: int) -> None:
     assert status == 200
     assert len(scores) == 3
     assert all(isinstance(score, float) for score in scores)
+
+
+def test_its_metrics_count_the_requests(port: int) -> None:
+    def counts() -> dict[str, float]:
+        found = re.findall(r"^(aiopar_\w+)\{.*\} (\S+)$", _get(port, "/metrics"), re.MULTILINE)
+        totals = dict.fromkeys((name for name, _ in found), 0.0)
+        for name, value in found:
+            totals[name] += float(value)
+        return totals
+
+    before = counts()
+    assert _post(port, b"[5.1, 3.5, 1.4, 0.2]")[0] == 200
+    after = counts()
+    for name in ("aiopar_batcher_requests_total", "aiopar_replica_calls_total"):
+        assert after[name] - before[name] == 1
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "1e39", '"nan"'])
