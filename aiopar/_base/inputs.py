@@ -7,6 +7,7 @@ from functools import partial
 from inspect import Parameter, Signature, signature
 from types import MappingProxyType
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -92,9 +93,19 @@ def _bind(module: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         _signature(module).bind(**kwargs)
 
 
+_signatures: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
+"""Those of methods, because `signature` takes as long as a small layer."""
+
+
 def _signature(module: Callable[..., Any]) -> Signature:
     own_call = type(module).__call__ is not nn.Module.__call__
-    found = signature(module if own_call else module.forward)  # type: ignore[attr-defined]  # a module
+    called: Any = module if own_call else module.forward  # type: ignore[attr-defined]  # a module
+    function = getattr(called, "__func__", None)
+    found = _signatures.get(function) if function is not None else None
+    if found is None:
+        found = signature(called)
+        if function is not None:
+            _signatures[function] = found
     kinds = {one.kind for one in found.parameters.values()}
     inner = getattr(module, "module", None)
     if isinstance(inner, nn.Module) and kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
