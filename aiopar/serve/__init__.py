@@ -10,6 +10,7 @@ from ._replica_pool import ReplicaPool
 from ._stats import (
     BatcherStats,
     ContinuousStats,
+    LastError,
     ModelStats,
     Percentiles,
     PoolStats,
@@ -30,6 +31,7 @@ __all__ = [
     "ContinuousStats",
     "Done",
     "ItemInfo",
+    "LastError",
     "ModelStats",
     "ModelStore",
     "OpenTelemetryTracing",

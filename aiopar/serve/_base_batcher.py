@@ -121,7 +121,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         priority: int,
         streams: Streams,
     ) -> Any:
-        timeout = self._checked_timeout(timeout)
+        timeout, priority = self._checked(timeout, priority)
         awaiter = awaiter_here()
         if awaiter is None:
             # `aiopar.wait` drives this coroutine, in a worker or in a program without a loop.
@@ -129,6 +129,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
                 await self._open()  # raises, because a pool needs a loop that goes on
             return run_in_own_loop(self._call(item, timeout, priority, streams))
         request = Request(item, awaiter, self._scheduler.group)
+        self._scheduler.submit(request)
         try:
             if not self._opened:
                 timeout = await self._open_for(request, timeout)
@@ -155,11 +156,10 @@ class BaseBatcher(Generic[In_contra, Out_co]):
     ) -> None:
         """Queue a request."""
         scheduler, settings = self._scheduler, self._settings
+        request.priority = priority
         try:
             # The user's functions are called here, and what they return is checked: the queue
-            # compares costs and priorities under its lock.
-            if priority != 0:
-                request.priority = as_int("priority", priority)
+            # compares costs under its lock.
             if settings.batch_key is not None:
                 request.group = _group_of(scheduler, settings.batch_key(request.item))
             if settings.cost is not None:
@@ -180,12 +180,18 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             observers.tell("enqueue", request)
             request.at_end = (*request.at_end, partial(observers.tell, "completed", request))
 
-    def _checked_timeout(self, given: float | None) -> float | None:
-        if given is None:
-            return self._settings.timeout
+    def _checked(
+        self,
+        timeout: float | None,
+        priority: int,
+    ) -> tuple[float | None, int]:
+        if priority != 0:
+            priority = as_int("priority", priority)
+        if timeout is None:
+            return self._settings.timeout, priority
         # A negative timeout is allowed, because the caller's own deadline may have passed.
-        timeout = as_number("timeout", given)
-        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True)
+        timeout = as_number("timeout", timeout)
+        return 0.0 if timeout < 0 else check_number("timeout", timeout, zero=True), priority
 
     async def _open_for(
         self,
@@ -201,9 +207,9 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         except BaseException as error:
             self._tell_observers(request)
             if isinstance(error, ServiceClosed):
-                self._scheduler.reject(request, "closed")
+                request.refused = "closed"
             elif isinstance(error, ReplicaUnavailable):
-                self._scheduler.reject(request, "unavailable")
+                request.refused = "unavailable"
             raise
         now = monotonic()
         if timeout is not None:
@@ -233,7 +239,6 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if error is not None or request.streams_outputs:
             request.abandon()
             self._scheduler.discard(request)
-        self._scheduler.count_outcome(request, error)
         at_end, request.at_end = request.at_end, ()
         for end in at_end:
             end(error)
@@ -243,7 +248,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
     ) -> OutputStream[Any]:
         """The parts of `item`: what `stream` returns."""
         check_no_transform()
-        timeout = self._checked_timeout(timeout)
+        timeout, priority = self._checked(timeout, priority)
         buffer = check_int("buffer", buffer, at_least=1)
         streams = capture_streams()
         begin = partial(self._begin_stream, item, timeout, priority, buffer, streams)
@@ -262,10 +267,14 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if awaiter is None:
             raise RuntimeError("a stream is read in an event loop, and none runs here")
         request = StreamRequest(item, awaiter, self._scheduler.group, buffer)
+        self._scheduler.submit(request)
         try:
             if not self._opened:
                 timeout = await self._open_for(request, timeout)
             self._queue(request, timeout, priority, streams)
+        except GeneratorExit:
+            self._leave_soon(request)
+            raise
         except BaseException as error:
             self._leave(request, error)
             raise

@@ -66,7 +66,7 @@ class ContinuousScheduler(Scheduler):
     def _remove(self, run: StepRun, gone: Iterable[RunningRequest]) -> list[int]:
         now = monotonic()
         removed = [one for one in gone if run.running.pop(one.key, None) is not None]
-        self._tally.left([now - one.began for one in removed])
+        self._tally.parted([now - one.began for one in removed])
         return [one.key for one in removed]
 
     def _join(self, run: StepRun) -> list[RunningRequest]:
@@ -136,7 +136,6 @@ class ContinuousScheduler(Scheduler):
             for one, need in refused:
                 del run.running[one.key]
                 one.request.cost = need or one.request.cost
-            self._tally.in_flight -= len(refused)
             self._queue.push_front([one.request for one, _ in refused if not one.request.done])
             self._tally.preempted += ticked.preempted
             if ticked.size:
@@ -145,4 +144,4 @@ class ContinuousScheduler(Scheduler):
     def continuous_stats(self) -> ContinuousStats:
         """A snapshot."""
         with self._lock:
-            return self._tally.continuous_stats(len(self._queue))
+            return self._tally.continuous_stats(self._queued)

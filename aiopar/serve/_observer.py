@@ -11,7 +11,8 @@ import torch
 from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
 
-Outcome: TypeAlias = Literal["completed", "failed", "rejected", "expired", "cancelled"]
+Outcome: TypeAlias = Literal["answered", "failed", "refused", "expired", "cancelled"]
+Refusal: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
 
 
 class ItemInfo(Protocol):
@@ -24,7 +25,7 @@ class ItemInfo(Protocol):
         priority: The caller's `priority`; lower goes first.
         cost: The result of `cost`; 1.0 without one.
         arrived: When the item came, by `time.monotonic`.
-        rejected: Why the item was refused, one of the causes of `BatcherStats.rejected`; None if it
+        refused: Why the item was refused, one of the causes of `BatcherStats.refused`; None if it
             was not refused.
     """
 
@@ -34,7 +35,7 @@ class ItemInfo(Protocol):
     priority: int
     cost: float
     arrived: float
-    rejected: str | None
+    refused: Refusal | None
 
 
 @dataclass(slots=True, eq=False)
@@ -76,8 +77,10 @@ class BatchInfo:
 class BatchObserver:
     """Base class for observers of a batcher: override the methods of the events you need.
 
-    The events of an item are `enqueue`, then `completed`, each exactly once. Both come at once for
-    an item that ends before it is queued, because its pool does not open or `batch_key` raises.
+    The events of an item are `enqueue`, then `completed`, each exactly once. `completed` is the end
+    of the item, whatever its outcome: answered, failed, refused, expired or cancelled. Both events
+    come at once for an item that ends before it is queued, because its pool does not open or
+    `batch_key` raises.
 
     The events of a batch are `start`, then `compute` and `computed` for each run of the function,
     then `ended`. The function runs several times only after an error. The batch completes its items
@@ -108,9 +111,10 @@ class BatchObserver:
         """The item is about to be queued. Called in the caller's task and context."""
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        """The caller gets its output or `error`. Called in the caller's task and context.
+        """The item has ended: its caller gets the output or `error`.
 
-        The error may also be the refusal of the item (see `item.rejected`), a `DeadlineExceeded`,
+        Called in the caller's task and context. The item counts in `stats()` already. The error may
+        also be the refusal of the item (see `item.refused`), a `DeadlineExceeded`,
         or the cancellation of the caller.
         """
 
@@ -181,11 +185,11 @@ class BatchWatch:
 
 
 def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
-    """The outcome of an item that is completed with `error`."""
+    """The outcome of an item that has ended with `error`."""
     if error is None:
-        return "completed"
-    if item.rejected is not None:
-        return "rejected"
+        return "answered"
+    if item.refused is not None:
+        return "refused"
     if isinstance(error, DeadlineExceeded):
         return "expired"
     return "failed" if is_failure(error) else "cancelled"

@@ -20,9 +20,9 @@ from ..executor._worker import Worker
 from ._base_batcher import BaseBatcher
 from ._model_store import ModelStore, StoredModel
 from ._multiprocess_metrics import SharedValues, registry_of_all_processes, shared_folder
-from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, outcome_of
+from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, Refusal, outcome_of
 from ._replica_pool import ReplicaPool
-from ._stats import ContinuousStats, Rejection, ReplicaState
+from ._stats import ContinuousStats, ReplicaState
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -40,9 +40,9 @@ class PrometheusMetrics:
     executor was opened. All names begin with the namespace and `_`. Labels are in parentheses.
 
     - `batcher_requests_total` (batcher, outcome): requests that ended, see below
-    - `batcher_rejections_total` (batcher, cause): refused requests, see `BatcherStats.rejected`
+    - `batcher_refusals_total` (batcher, cause): refused requests, see `BatcherStats.refused`
     - `batcher_queue_length` (batcher): items in the queue
-    - `batcher_in_flight` (batcher): items in running batches
+    - `batcher_in_flight` (batcher): items out of the queue, without an outcome yet
     - `batcher_queue_wait_seconds` (batcher): histogram: an item's time from call to batch
     - `batcher_batch_size` (batcher): histogram: items of a batch
     - `batcher_compute_seconds` (batcher): histogram: a batch's time until outputs are complete
@@ -62,9 +62,10 @@ class PrometheusMetrics:
     - `worker_busy_seconds_total` (executor, worker, device): time running calls
 
     A request is an awaited call or a stream that has begun; a call with wrong arguments is not
-    counted. Each request has one outcome: `completed`; `failed` (the function, `batch_key` or
-    `cost` raised, or the pool did not open); `rejected` (for one of the causes); `expired` (its
-    deadline passed); or `cancelled` (its caller was cancelled, or left a stream before its end).
+    counted. Each request has one outcome, as in `BatcherStats`: `answered`; `failed` (the function,
+    `batch_key` or `cost` raised, or the pool did not open); `refused` (for one of the causes);
+    `expired` (its deadline passed); or `cancelled` (its caller was cancelled, or left a stream
+    before its end).
 
     The last four metrics of batchers have values only for a `ContinuousBatcher`. There a batch in
     the names and texts above is a step: `batcher_batch_size` has the items of a step, and
@@ -106,7 +107,7 @@ class PrometheusMetrics:
         ...     return prometheus_client.generate_latest(registry).decode()
         >>> print(asyncio.run(main()))
         # HELP ...
-        aiopar_batcher_requests_total{batcher="tiny",outcome="completed"} 1.0
+        aiopar_batcher_requests_total{batcher="tiny",outcome="answered"} 1.0
         ...
     """
 
@@ -325,15 +326,15 @@ class _Observer(BatchObserver):
 
 
 _observers: Registry[_Observer] = Registry(_Observer.reset)
-_NO_REJECTIONS: dict[str, int] = dict.fromkeys(get_args(Rejection), 0)
+_NO_REFUSALS: dict[str, int] = dict.fromkeys(get_args(Refusal), 0)
 _REPLICA = ("pool", "replica", "device")
 _WORKER = ("executor", "worker", "device")
 # The name, kind, documentation and labels of each metric.
 _METRICS = (
     ("batcher_requests", "Counter", "Requests that ended.", ("batcher", "outcome")),
-    ("batcher_rejections", "Counter", "Requests that were refused.", ("batcher", "cause")),
+    ("batcher_refusals", "Counter", "Requests that were refused.", ("batcher", "cause")),
     ("batcher_queue_length", "Gauge", "Items in the queue.", ("batcher",)),
-    ("batcher_in_flight", "Gauge", "Items in running batches.", ("batcher",)),
+    ("batcher_in_flight", "Gauge", "Items out of the queue, without an outcome.", ("batcher",)),
     ("batcher_queue_wait_seconds", "Histogram", "Time from call to batch.", ("batcher",)),
     ("batcher_batch_size", "Histogram", "Items of a batch.", ("batcher",)),
     ("batcher_compute_seconds", "Histogram", "Time that a batch took.", ("batcher",)),
@@ -422,8 +423,8 @@ def _add_batcher(
     name, stats = batcher.name, batcher.stats()
     families["batcher_queue_length"].add_metric([name], stats.queued)
     families["batcher_in_flight"].add_metric([name], stats.in_flight)
-    for cause, count in (_NO_REJECTIONS | stats.rejected).items():
-        families["batcher_rejections"].add_metric([name, cause], count)
+    for cause, count in (_NO_REFUSALS | stats.refused).items():
+        families["batcher_refusals"].add_metric([name, cause], count)
     sizes = _Histogram(_SIZES)
     for size, count in stats.batch_sizes.items():
         sizes.add(size, count)

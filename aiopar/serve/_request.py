@@ -16,6 +16,7 @@ from .._base.tracebacks import add_note_once
 from ..errors import DeadlineExceeded, ReaderTooSlow
 from ..executor._loop_tasks import Cancel
 from ..futures._wakeup import Awaiter, Waker
+from ._observer import Refusal
 from ._queue import RequestGroup
 
 
@@ -71,7 +72,7 @@ class Request:
         """By `time.monotonic`. After the deadline the item is not computed any more."""
         self.streams: tuple[CallerStream, ...] = ()
         """The streams on which the caller had launched work."""
-        self.rejected: str | None = None
+        self.refused: Refusal | None = None
         """Why the request was refused; for observers (`ItemInfo`)."""
         self.losses = 0
         """How often the host of its batch was lost; a failed replica counts for three."""

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 from math import inf
 from operator import attrgetter
-from time import monotonic
+from time import monotonic, time
 from weakref import ref
 
 from .._base.forking import ReentrantLock, Registry
@@ -16,16 +16,18 @@ from ..executor._observer import Observers
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._observer import BatchObserver, ItemInfo, outcome_of
+from ._observer import BatchObserver, outcome_of
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import PartOutcome, Request, deliver_soon
 from ._runner import BatchRun, Runner, RunningBatch
 from ._settings import BatcherSettings
-from ._stats import BatcherStats, Rejection, Tally
+from ._stats import BatcherStats, LastError, Tally
 
 _MOST_KEYS = 1024
 """A scheduler remembers at least this many keys."""
+
+_LONGEST_TEXT = 200
 
 
 class _Runners:
@@ -240,44 +242,45 @@ class Scheduler:
     def _check(self, request: Request) -> None:
         settings, waiting = self._settings, len(self._queue)
         if settings.max_batch_cost is not None and request.cost > settings.max_batch_cost:
-            self.reject(request, "max_batch_cost")
+            request.refused = "max_batch_cost"
             most = f"{settings.max_batch_cost:g}"
             raise InvalidInput(
                 f"the item costs {request.cost:g}, and a batch may cost at most {most}"
             )
         if self.closing:
-            self.reject(request, "closed")
+            request.refused = "closed"
             raise ServiceClosed("the batcher is closed, or about to be")
         if self._runners.none:
-            self.reject(request, "unavailable")
+            request.refused = "unavailable"
             raise self._unavailable()
         if waiting >= settings.max_pending:
-            self.reject(request, "queue_full")
+            request.refused = "queue_full"
             words = f"the queue is full: {waiting} items wait, max_pending={settings.max_pending}"
             raise Overloaded(words, estimated_wait=self._estimated_wait(request))
         if settings.max_wait is None or self._runners.idle:
             return
         wait = self._estimated_wait(request)
         if wait > settings.max_wait:
-            self.reject(request, "max_wait")
+            request.refused = "max_wait"
             words = f"the wait would be about {wait:.3g} s, max_wait={settings.max_wait:g} s"
             raise Overloaded(words, estimated_wait=wait)
 
-    def reject(self, request: ItemInfo, cause: Rejection) -> None:
-        """Count a request that is refused."""
+    def submit(self, request: Request) -> None:
+        """Count a request that has come, and its outcome when its caller has it or leaves."""
+        # With this tally, because the batcher may be opened again before the end of a slow reader.
+        end = partial(self._count_outcome, self._tally, request)
         with self._lock:
-            request.rejected = cause
-            self._tally.rejected[cause] += 1
+            self._tally.submitted += 1
+            request.at_end = (*request.at_end, end)
 
-    def count_outcome(self, request: ItemInfo, error: BaseException | None) -> None:
-        """Count a request whose caller has its output, or leaves because of `error`."""
+    def _count_outcome(self, tally: Tally, request: Request, error: BaseException | None) -> None:
         outcome = outcome_of(request, error)
-        if outcome == "completed":
-            with self._lock:
-                self._tally.completed += 1
-        elif outcome == "failed":
-            with self._lock:
-                self._tally.failed += 1
+        failure = None
+        if error is not None and outcome == "failed":
+            # Not under the lock, because the user's `__str__` is called.
+            failure = LastError(in_words(error).partition("\n")[0][:_LONGEST_TEXT], time())
+        with self._lock:
+            tally.left(request, outcome, failure)
 
     def _estimated_wait(self, request: Request) -> float:
         """About how many seconds `request`, which is not queued, would wait for its batch."""
@@ -436,7 +439,6 @@ class Scheduler:
                 given_up.append(request)
             elif not (request.done or request.awaiter.waker.finished):
                 again.append(request)
-        self._tally.in_flight -= len(lost)
         self._queue.push_front(again)
         if self._settings.max_queue_delay:
             self._due.extend(map(ref, again))  # they have waited before
@@ -505,16 +507,21 @@ class Scheduler:
         self.drained = running_future()
         self._queue.clear()
         self._due.clear()
-        self._tally.in_flight = 0
+        self._tally = type(self._tally)()
         self._delivering.clear()
         for runner in (*self._runners.busy,):
             self._runners.release(runner, failed=False)
         self._check_drained()
 
+    @property
+    def _queued(self) -> int:
+        # `discard` leaves a `done` request in the queue if this thread held the lock.
+        return sum(not request.done for request in self._queue)
+
     def stats(self) -> BatcherStats:
         """A snapshot."""
         with self._lock:
-            return self._tally.stats(len(self._queue))
+            return self._tally.stats(self._queued)
 
 
 _schedulers: Registry[Scheduler] = Registry(Scheduler.forget_after_fork)

@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import quantiles
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+from ._observer import ItemInfo, Outcome
 from ._request import Request
 
 ReplicaState: TypeAlias = Literal["ready", "rebuilding", "retired", "closed"]
@@ -89,8 +90,6 @@ class StoreStats:
     evictions: int
 
 
-Rejection: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
-
 _LATEST = 1024  # how many durations are kept
 
 
@@ -104,28 +103,55 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
+class LastError:
+    """The latest error of a batcher, in words: the error itself is not kept.
+
+    aiopar puts no items into the text. But the text has the error's own message, and a function may
+    put a part of an item into its message: a `KeyError` shows the key.
+
+    Attributes:
+        text: The type and the first line of the message, up to 200 characters.
+        time: When the caller got the error, by `time.time`.
+    """
+
+    text: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True)
 class BatcherStats:
     """A snapshot of a `Batcher`; it can be written as JSON.
 
+    `submitted` is at each moment the sum of `answered`, `failed`, all of `refused`, `expired`,
+    `cancelled`, `queued` and `in_flight`. The counts begin when the batcher is opened.
+
     Attributes:
-        queued: Items in the queue.
-        in_flight: Items in running batches.
-        completed: Items whose caller has got the output.
+        submitted: Items that have come; a call with wrong arguments is not counted.
+        answered: Items whose caller has got the output, or has read all outputs.
         failed: Items whose caller has got an error: from the function, from `batch_key` or `cost`,
-            because the pool did not open, or because the batch was ended. Refused, expired and
-            cancelled items are neither failed nor completed.
-        rejected: Refused items by cause: `queue_full`, `max_wait`, `max_batch_cost`, `unavailable`
-            (no replica is in service), `closed`.
+            because the pool did not open, or because the batch was ended.
+        refused: Items that were never queued, by cause: `queue_full`, `max_wait`,
+            `max_batch_cost`, `unavailable` (no replica is in service), `closed`.
+        expired: Items whose deadline has passed.
+        cancelled: Items whose caller was cancelled, or has left a stream before its end.
+        queued: Items in the queue.
+        in_flight: Items that have left the queue, and whose caller still waits or reads. Items
+            that wait until the batcher is open count too.
+        last_error: The error of the latest failed item; None before the first.
         batch_sizes: How many batches there were of each size.
         queue_wait: The time from the call of an item to the start of its batch.
         compute: The time of a batch, with collating, and with further runs after an error.
     """
 
+    submitted: int
+    answered: int
+    failed: int
+    refused: dict[str, int]
+    expired: int
+    cancelled: int
     queued: int
     in_flight: int
-    completed: int
-    failed: int
-    rejected: dict[str, int]
+    last_error: LastError | None
     batch_sizes: dict[int, int]
     queue_wait: Percentiles
     compute: Percentiles
@@ -136,11 +162,16 @@ class ContinuousStats:
     """A snapshot of a `ContinuousBatcher`; it can be written as JSON.
 
     Attributes:
-        queued: Items in the queue.
-        in_flight: Items in running batches. Items that wait for their readers or for memory count.
-        completed: Items whose caller has got the result, or has read all parts.
+        submitted: Items that have come, as in `BatcherStats`.
+        answered: Items whose caller has got the result, or has read all parts.
         failed: Items whose caller has got an error, as in `BatcherStats`.
-        rejected: Refused items by cause, as in `BatcherStats`.
+        refused: Items that were never queued, by cause, as in `BatcherStats`.
+        expired: Items whose deadline has passed.
+        cancelled: Items whose caller was cancelled, or has left a stream before its end.
+        queued: Items in the queue.
+        in_flight: Items that have joined a batch, and whose caller still waits or reads. Items that
+            wait for their readers, for memory, or until the batcher is open, count too.
+        last_error: The error of the latest failed item; None before the first.
         steps: How many steps there were.
         parts: How many parts the steps have made.
         batch_sizes: How many steps there were of each size.
@@ -152,11 +183,15 @@ class ContinuousStats:
         between_parts: The time between two parts of an item.
     """
 
+    submitted: int
+    answered: int
+    failed: int
+    refused: dict[str, int]
+    expired: int
+    cancelled: int
     queued: int
     in_flight: int
-    completed: int
-    failed: int
-    rejected: dict[str, int]
+    last_error: LastError | None
     steps: int
     parts: int
     batch_sizes: dict[int, int]
@@ -171,24 +206,31 @@ class Tally:
     """The counts behind `BatcherStats`. Its owner calls it under a lock."""
 
     def __init__(self) -> None:
-        self.in_flight = 0
         self.batch_seconds = 0.0  # a moving average, in which the latest batch weighs an eighth
-        self.completed = self.failed = 0  # what callers have got
-        self.rejected: Counter[str] = Counter()
+        self.submitted = 0
+        self._outcomes: Counter[Outcome] = Counter()
+        self._refused: Counter[str] = Counter()
+        self._last_error: LastError | None = None
         self._batch_sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_LATEST)
         self._computes: deque[float] = deque(maxlen=_LATEST)
 
+    def left(self, request: ItemInfo, outcome: Outcome, error: LastError | None) -> None:
+        """The caller of `request` has its outcome; `error` if this is a failure."""
+        self._outcomes[outcome] += 1
+        if request.refused is not None:
+            self._refused[request.refused] += 1
+        if error is not None:
+            self._last_error = error
+
     def began(self, batch: Sequence[Request], now: float) -> None:
         """A batch was taken from the queue."""
-        self.in_flight += len(batch)
         self._batch_sizes[len(batch)] += 1
         self._waits.extend([now - request.arrived for request in batch])
 
     def ended(self, count: int, seconds: float) -> None:
         """A batch has run `count` items in `seconds`."""
         if count:
-            self.in_flight -= count
             self._computes.append(seconds)
             self._average(seconds)
 
@@ -204,16 +246,24 @@ class Tally:
 
     def stats(self, queued: int) -> BatcherStats:
         """A snapshot."""
-        return BatcherStats(
-            queued=queued,
-            in_flight=self.in_flight,
-            completed=self.completed,
-            failed=self.failed,
-            rejected=dict(self.rejected),
-            batch_sizes=dict(sorted(self._batch_sizes.items())),
-            queue_wait=percentiles(self._waits),
-            compute=percentiles(self._computes),
-        )
+        return BatcherStats(**self._counts(queued))
+
+    def _counts(self, queued: int) -> dict[str, Any]:
+        """What both kinds of batcher count."""
+        return {
+            "submitted": self.submitted,
+            "answered": self._outcomes["answered"],
+            "failed": self._outcomes["failed"],
+            "refused": dict(self._refused),
+            "expired": self._outcomes["expired"],
+            "cancelled": self._outcomes["cancelled"],
+            "queued": queued,
+            "in_flight": self.submitted - self._outcomes.total() - queued,
+            "last_error": self._last_error,
+            "batch_sizes": dict(sorted(self._batch_sizes.items())),
+            "queue_wait": percentiles(self._waits),
+            "compute": percentiles(self._computes),
+        }
 
 
 class StepTally(Tally):
@@ -228,16 +278,13 @@ class StepTally(Tally):
 
     def joined(self, waits: Sequence[float]) -> None:
         """Items have joined a batch after these waits."""
-        self.in_flight += len(waits)
         self._waits.extend(waits)
 
-    def ended(self, count: int, seconds: float) -> None:  # `left` has counted `seconds`
-        """The worker of a batch has failed; `count` items were in the batch."""
-        self.in_flight -= count
+    def ended(self, count: int, seconds: float) -> None:
+        """Nothing: `parted` has counted the seconds."""
 
-    def left(self, durations: Sequence[float]) -> None:
+    def parted(self, durations: Sequence[float]) -> None:
         """Items have left a batch after these durations."""
-        self.in_flight -= len(durations)
         for seconds in durations:
             self._average(seconds)
 
@@ -261,17 +308,10 @@ class StepTally(Tally):
     def continuous_stats(self, queued: int) -> ContinuousStats:
         """A snapshot."""
         return ContinuousStats(
-            queued=queued,
-            in_flight=self.in_flight,
-            completed=self.completed,
-            failed=self.failed,
-            rejected=dict(self.rejected),
+            **self._counts(queued),
             steps=self._batch_sizes.total(),
             parts=self._parts,
-            batch_sizes=dict(sorted(self._batch_sizes.items())),
             preempted=self.preempted,
-            queue_wait=percentiles(self._waits),
-            compute=percentiles(self._computes),
             first_part=percentiles(self._first_parts),
             between_parts=percentiles(self._gaps),
         )

@@ -222,6 +222,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         request, self._request = self._request, None
         if request is not None:
             waker = request.awaiter.waker
-            waker.post(partial(self._leave_batch, request, GeneratorExit()))
-            if waker.finished:  # the batch must not wait for a closed loop
-                request.abandon()
+            leave = partial(self._leave_batch, request, GeneratorExit())
+            waker.post(leave)
+            if waker.finished:  # the loop was closed
+                leave()

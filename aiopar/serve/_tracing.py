@@ -118,8 +118,8 @@ class _QueueSpans(BatchObserver):
 
     def _end_with_outcome(self, span: "Span", item: ItemInfo, error: BaseException | None) -> None:
         span.set_attribute("aiopar.outcome", outcome_of(item, error))
-        if item.rejected is not None:
-            span.set_attribute("aiopar.rejected", item.rejected)
+        if item.refused is not None:
+            span.set_attribute("aiopar.refused", item.refused)
         self._end(span, error)
 
     def _end(self, span: "Span", error: BaseException | None) -> None:

@@ -96,9 +96,9 @@ def _batcher(**changes: Any) -> dict[str, Any]:
         "max_pending": 1000,
         "queued": 0,
         "in_flight": 0,
-        "completed": 0,
+        "answered": 0,
         "failed": 0,
-        "rejected": {},
+        "refused": {},
         "batch_sizes": {},
         "queue_wait": _SECONDS,
         "compute": _SECONDS,
@@ -147,14 +147,14 @@ def _show(page: Page, served: Served, *samples: dict[str, Any]) -> None:
 
 def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) -> None:
     before = _batcher(
-        completed=100, failed=3, rejected={"queue_full": 5}, batch_sizes={"1": 10, "4": 5}
+        answered=100, failed=3, refused={"queue_full": 5}, batch_sizes={"1": 10, "4": 5}
     )
     after = _batcher(
         queued=3,
         in_flight=8,
-        completed=160,
+        answered=160,
         failed=4,
-        rejected={"queue_full": 9, "max_wait": 1},
+        refused={"queue_full": 9, "max_wait": 1},
         batch_sizes={"1": 20, "4": 15},
     )
     _show(page, served, _sample(10, batchers=[before]), _sample(12, batchers=[after]))
@@ -206,8 +206,8 @@ def test_steps_of_a_continuous_batcher(page: Page, served: Served) -> None:
 
 
 def test_counts_of_another_process_make_no_rates(page: Page, served: Served) -> None:
-    first = _sample(10, batchers=[_batcher(completed=100)])
-    _show(page, served, first, _sample(12, pid=8, batchers=[_batcher(completed=160)]))
+    first = _sample(10, batchers=[_batcher(answered=100)])
+    _show(page, served, first, _sample(12, pid=8, batchers=[_batcher(answered=160)]))
     expect(page.locator("#process")).to_contain_text("process 8")
     expect(_card(page, "Answered").locator(".value")).to_have_text("\u2013")
 

@@ -313,7 +313,7 @@ async def test_closed_resources_count_no_more_and_are_freed(how: str) -> None:
             await batcher(torch.ones(2))
             assert (await get(app, "/readyz")).status == 200
             shown = (await get(app, "/metrics")).text
-            assert 'requests_total{batcher="new",outcome="completed"} 1.0' in shown
+            assert 'requests_total{batcher="new",outcome="answered"} 1.0' in shown
             assert (
                 'aiopar_replica_state{device="cpu",pool="new",replica="0",state="ready"}' in shown
             )

@@ -214,6 +214,11 @@ async def together(
             return await outcomes_of(batcher, items)
 
 
+def running(batcher: Any) -> int:
+    """How many batches run: also those whose callers have all left, which count nowhere."""
+    return len(batcher._scheduler._runners.busy)
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Let other tasks run until `condition` holds; the time limit of the test ends it."""
     while not condition():

@@ -13,7 +13,7 @@ import anyio.lowlevel
 import aiopar
 from aiopar.serve import Batcher
 
-from .batches import LONG, Callers, current_executor, until
+from .batches import LONG, Callers, current_executor, running, until
 
 ENDLESS = 10**9
 
@@ -120,8 +120,8 @@ async def held(batcher: Batcher[Any, Any]) -> AsyncIterator[None]:
 
 
 async def idle(batcher: Batcher[Any, Any] | aiopar.ContinuousBatcher[Any, Any, Any]) -> None:
-    """Wait until no item waits or runs."""
-    await until(lambda: (stats := batcher.stats()).queued == stats.in_flight == 0)
+    """Wait until no item waits, and no batch runs."""
+    await until(lambda: not (batcher.stats().queued or running(batcher)))
 
 
 def one_worker() -> AbstractAsyncContextManager[aiopar.DeviceExecutor]:

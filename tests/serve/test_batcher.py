@@ -197,18 +197,19 @@ async def test_no_item_starves(workers: Workers) -> None:
 
 async def test_stats(workers: Workers) -> None:
     none = aiopar.serve.Percentiles(0.0, 0.0, 0.0)
-    assert Batcher(str).stats() == BatcherStats(0, 0, 0, 0, {}, {}, none, none)
+    assert Batcher(str).stats() == BatcherStats(0, 0, 0, {}, 0, 0, 0, 0, None, {}, none, none)
     async with busy(workers=workers, always=True, max_batch_size=3) as callers:
         await callers.queue(*range(4))
         stats = callers.batcher.stats()
-        assert (stats.queued, stats.in_flight, stats.completed) == (4, 1, 0)
+        assert (stats.queued, stats.in_flight, stats.answered) == (4, 1, 0)
         callers.gate.let_on()
         await callers.gate.entered(2)
+        await until(lambda: "first" in callers.outcomes)
         stats = callers.batcher.stats()
-        assert (stats.queued, stats.in_flight, stats.completed) == (1, 3, 1)
+        assert (stats.queued, stats.in_flight, stats.answered) == (1, 3, 1)
         assert stats.compute.p50 == stats.compute.p99 > 0
     stats = callers.batcher.stats()
-    assert (stats.queued, stats.in_flight, stats.completed) == (0, 0, 5)
+    assert (stats.queued, stats.in_flight, stats.answered) == (0, 0, 5)
     assert stats.batch_sizes == {1: 2, 3: 1}
     assert 0 < stats.queue_wait.p50 <= stats.queue_wait.p90 <= stats.queue_wait.p99
 

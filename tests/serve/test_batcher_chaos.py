@@ -19,7 +19,7 @@ from tests import simdevice
 from tests.freeing import survivors
 from tests.home import elsewhere
 
-from .batches import open_batcher, until
+from .batches import open_batcher, running, until
 
 CLIENTS = 100
 KIB = 1 << 10
@@ -157,13 +157,13 @@ async def run_chaos(chaos: Chaos, seed: int, requests: int, workers: DeviceExecu
             for client in range(CLIENTS):
                 numbers = range(client * each, (client + 1) * each)
                 clients.start_soon(account.client, batcher, numbers, seed)
-        await until(lambda: not batcher.stats().in_flight)  # with requests that have left
+        await until(lambda: not running(batcher))  # with requests that have left
         assert account.outcomes.total() == each * CLIENTS
         stats = batcher.stats()
         assert stats.queued == stats.in_flight == 0
-        assert stats.rejected.get("queue_full", 0) == account.outcomes["refused"]
+        assert stats.refused.get("queue_full", 0) == account.outcomes["refused"]
         outcomes = account.outcomes
-        assert stats.completed == outcomes["answered"]
+        assert stats.answered == outcomes["answered"]
         failures = ("bad", "mismatch", "out of memory", "broken")
         assert stats.failed == sum(outcomes[kind] for kind in failures)
     always = {"answered", "bad", "mismatch", "out of memory", "expired", "cancelled"}

@@ -45,7 +45,7 @@ async def after_slow_batches(**options: Any) -> AsyncIterator[Busy]:
             await callers.gate.entered(count)
         await anyio.sleep(SLOW)
         callers.gate.let_on(8)
-        await until(lambda: callers.batcher.stats().completed == 8)
+        await until(lambda: callers.batcher.stats().answered == 8)
         for count in range(9, 17):
             callers.call(f"slow {count}")
             await callers.gate.entered(count)

@@ -41,7 +41,7 @@ async def test_one_bad_item_fails_alone(workers: Workers) -> None:
     assert note == "raised by one item of a batch of 5; item: int; batch: 5 x int"
     assert callers.runs == [[0, 1, -2, 3, 4], [0, 1, -2], [0, 1], [-2], [3, 4]]
     stats = callers.batcher.stats()
-    assert (stats.completed, stats.failed) == (5, 1)
+    assert (stats.answered, stats.failed) == (5, 1)
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
 
 

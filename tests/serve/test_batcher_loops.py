@@ -25,7 +25,7 @@ from aiopar.testing import Gate
 from tests.lost_loops import Left, closed_under_tasks, left_on_a_closed_loop
 
 from ..freeing import without_gc
-from .batches import Recorder, coroutine, current_executor, until
+from .batches import Recorder, coroutine, current_executor, running, until
 from .replicas import CPUS, Scale, X
 
 RUNNERS: dict[str, Callable[[Callable[[], Any]], Any]] = {
@@ -46,7 +46,7 @@ def test_one_after_the_other(runner: str, on_loop: bool) -> None:
     for _ in range(3):
         RUNNERS[runner](main)
     RUNNERS[runner](batcher.aclose)
-    assert batcher.stats().completed == 3
+    assert batcher.stats().answered == 3
 
 
 @pytest.mark.parametrize("on_loop", [False, True])
@@ -178,7 +178,7 @@ def test_a_loop_closed_with_items_in_queue_and_batch(module: str) -> None:
         return result
 
     assert asyncio.run(others()) == 5
-    assert batcher.stats().queued == batcher.stats().in_flight == 0
+    assert batcher.stats().queued == running(batcher) == 0
     assert not any(task.done() for task in tasks)
     for task in tasks:
         task._log_destroy_pending = False  # on purpose
@@ -311,7 +311,7 @@ def test_a_batch_whose_loop_was_closed_does_not_delay_the_next(other: str) -> No
     with closed_under_tasks() as loop:
         lost = loop.create_task(batcher("lost"))
         loop.run_until_complete(until(lambda: fn.runs == [["lost"]]))
-    assert batcher.stats().in_flight == 1, "nobody has looked yet"
+    assert running(batcher) == 1, "nobody has looked yet"
 
     async def main() -> None:
         assert await batcher("next", timeout=30) == "next"
@@ -320,7 +320,7 @@ def test_a_batch_whose_loop_was_closed_does_not_delay_the_next(other: str) -> No
     RUNNERS[other](main)
     assert fn.runs == [["lost"], ["next"]]
     assert not lost.done()
-    assert batcher.stats().queued == batcher.stats().in_flight == 0
+    assert batcher.stats().queued == running(batcher) == 0
 
 
 @pytest.mark.parametrize("other", RUNNERS)
@@ -358,7 +358,7 @@ def test_a_batcher_whose_loop_was_closed_can_be_closed(drain: bool, begun: bool)
     asyncio.run(main())
     assert not any(task.done() for task in lost)
     assert fn.runs == [["lost"]] * begun
-    assert batcher.stats().queued == batcher.stats().in_flight == 0
+    assert batcher.stats().queued == running(batcher) == 0
 
 
 @pytest.mark.parametrize("other", RUNNERS)
@@ -378,7 +378,7 @@ def test_a_batcher_whose_loop_was_closed_while_it_drained_opens_again(other: str
 
     RUNNERS[other](main)
     assert not any(task.done() for task in lost)
-    assert batcher.stats().completed == 1
+    assert batcher.stats().answered == 1
 
 
 @pytest.mark.parametrize("other", RUNNERS)

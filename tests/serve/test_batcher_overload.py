@@ -26,7 +26,7 @@ async def test_a_full_queue_refuses_at_once(workers: Workers) -> None:
         callers.cancel(2)
         await until(lambda: callers.batcher.stats().queued == 2)
         await callers.queue(5)
-        assert callers.batcher.stats().rejected == {"queue_full": 20}
+        assert callers.batcher.stats().refused == {"queue_full": 20}
     assert callers.runs == [[1, 3], [5]]
 
 
@@ -59,7 +59,7 @@ async def test_too_long_a_wait_is_refused_at_once(workers: Workers) -> None:
             await callers.batcher(3)
         assert caught.value.estimated_wait == pytest.approx(seconds)
         assert callers.batcher.stats().queued == 2
-        assert callers.batcher.stats().rejected == {"max_wait": 1}
+        assert callers.batcher.stats().refused == {"max_wait": 1}
     assert callers.runs == [["second"], [1, 2]]
 
 

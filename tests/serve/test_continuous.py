@@ -111,7 +111,7 @@ async def test_an_awaited_item_gets_the_result_and_a_stream_gets_the_parts() -> 
         assert await batcher(item) == "a done"
         stats = batcher.stats()
         assert (stats.steps, stats.parts, stats.batch_sizes) == (10, 6, {1: 10})
-        assert (stats.completed, stats.queued, stats.in_flight) == (2, 0, 0)
+        assert (stats.answered, stats.queued, stats.in_flight) == (2, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ async def test_a_full_queue_refuses_newcomers_only() -> None:
             await served.batcher(Item("c"))
         assert await served.steps.next() == ["first"]
         assert served.outcomes == {}
-        assert served.batcher.stats().rejected == {"queue_full": 1}
+        assert served.batcher.stats().refused == {"queue_full": 1}
 
 
 # The end.

@@ -124,6 +124,6 @@ async def test_ten_thousand_requests(bounded: bool) -> None:
         caller.check()
     assert stepper.misuse == []
     assert stepper.live == set()
-    assert not stats.rejected
+    assert not stats.refused
     assert 8 < max(stats.batch_sizes) <= 32
     assert stats.preempted > 0

@@ -11,7 +11,7 @@ from torch import Tensor
 import aiopar
 from tests import simdevice
 
-from .batches import current_executor, until
+from .batches import current_executor, running, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sim]
 
@@ -68,7 +68,7 @@ async def test_a_kernel_that_fails_late_fails_its_request(fail_at: int) -> None:
             await batcher(torch.zeros(2, device="sim:0"))  # perhaps its last step has run
         stepper.fail_at = None
         assert (await batcher(torch.ones(2, device="sim:0"))).tolist() == [4, 4]
-        await until(lambda: batcher.stats().in_flight == 0)
+        await until(lambda: running(batcher) == 0)
 
 
 async def test_real_out_of_memory() -> None:

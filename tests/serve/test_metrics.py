@@ -75,13 +75,13 @@ async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> 
         await callers.batcher(2)
     scrape = Scrape(registry)
     assert scrape.by("aiopar_batcher_requests_total", "outcome", batcher="fn") == {
-        "completed": 1,  # the item "first" was queued before the metrics
+        "answered": 1,  # the item "first" was queued before the metrics
         "failed": 1,
-        "rejected": 2,
+        "refused": 2,
         "expired": 1,
         "cancelled": 1,
     }
-    assert scrape.by("aiopar_batcher_rejections_total", "cause", batcher="fn") == {
+    assert scrape.by("aiopar_batcher_refusals_total", "cause", batcher="fn") == {
         "queue_full": 1,
         "max_wait": 0,
         "max_batch_cost": 0,
@@ -133,11 +133,11 @@ async def test_steps_of_a_continuous_batcher(registry: CollectorRegistry) -> Non
         assert scrape("aiopar_batcher_queue_length", batcher="steps") == 2
         assert scrape("aiopar_batcher_in_flight", batcher="steps") == 1
     stats = batcher.stats()
-    assert (stats.completed, stats.failed) == (2, 1)
+    assert (stats.answered, stats.failed) == (2, 1)
     assert stats.batch_sizes == {1: 1, 2: 2}
     scrape = Scrape(registry)
     outcomes = scrape.by("aiopar_batcher_requests_total", "outcome", batcher="steps")
-    assert (outcomes["completed"], outcomes["failed"]) == (2, 1)
+    assert (outcomes["answered"], outcomes["failed"]) == (2, 1)
     assert scrape("aiopar_batcher_parts_total", batcher="steps") == stats.parts == 4
     assert scrape("aiopar_batcher_preemptions_total", batcher="steps") == 0
     for name, count in (
@@ -168,7 +168,7 @@ async def test_models_of_a_store(
             async with store.use(3):  # type: ignore[arg-type]  # not even a load
                 pass
         scrape = Scrape(registry)
-        assert scrape.by("aiopar_batcher_requests_total", "batcher", outcome="completed") == {
+        assert scrape.by("aiopar_batcher_requests_total", "batcher", outcome="answered") == {
             "abc": 1
         }
         replicas = scrape.by("aiopar_replica_state", "pool", state="ready", replica="0")

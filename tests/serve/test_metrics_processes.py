@@ -120,9 +120,9 @@ def test_one_scrape_has_the_metrics_of_all_workers(served: Served) -> None:
         return len(set(pids)) == 2
 
     served.until(both_answered)
-    completed = frozenset({("batcher", "tiny"), ("outcome", "completed")})
+    answered = frozenset({("batcher", "tiny"), ("outcome", "answered")})
     requests = "aiopar_batcher_requests_total"
-    served.until(lambda: served.scrape()[requests][completed] == len(pids))
+    served.until(lambda: served.scrape()[requests][answered] == len(pids))
 
     def workers() -> set[str]:
         return {dict(labels)["pid"] for labels in served.scrape()["aiopar_worker_busy_ratio"]}
@@ -145,7 +145,7 @@ def test_one_scrape_has_the_metrics_of_all_workers(served: Served) -> None:
     # A new worker takes the place of a dead one. Counts stay, gauges of the dead worker go.
     os.kill(pids[0], signal.SIGKILL)
     served.until(lambda: str(pids[0]) not in workers() and len(workers()) == 2 and ready() == 2)
-    assert served.scrape()[requests][completed] == len(pids)
+    assert served.scrape()[requests][answered] == len(pids)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the system cannot fork")
@@ -181,7 +181,7 @@ def test_a_forked_process_writes_its_own_counts_without_those_of_its_parent(
     labels = {"batcher": "neg"}
     for name in ("batch_size_count", "compute_seconds_count"):
         assert registry.get_sample_value(f"aiopar_batcher_{name}", labels) == 3 + requests
-    labels["outcome"] = "completed"
+    labels["outcome"] = "answered"
     assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 3 + requests
 
 

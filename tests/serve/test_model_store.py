@@ -273,7 +273,7 @@ async def test_evicted_model_is_drained_first() -> None:
             await until(lambda: states(store) == {"first": "closing", "second": "waiting"})
             gate.open()
             await until(lambda: states(store) == {"second": "ready"})
-            assert batcher.stats().completed == 1
+            assert batcher.stats().answered == 1
 
 
 async def _used(store: ModelStore[Any], name: str) -> None:

@@ -86,7 +86,7 @@ async def test_events_of_an_item_and_its_batch(devices: tuple[torch.device, ...]
     subjects = [subject for _, subject, _, _ in watcher.events]
     assert subjects == [item, batch, batch, batch, batch, item]
     assert list(batch.items) == [item]
-    assert (item.priority, item.rejected) == (4, None)
+    assert (item.priority, item.refused) == (4, None)
     assert (batch.device, batch.replica) == (devices[0], None)
     assert (batch.outputs, batch.errors) == (1, 0)
     assert item.arrived <= batch.began
@@ -138,7 +138,7 @@ async def test_refused_items_have_their_cause() -> None:
         assert watcher.names == ["enqueue", "completed"]
         [(subject, error)] = watcher.of("completed")
         assert error is caught.value
-        return str(subject.rejected)
+        return str(subject.refused)
 
     async with busy(cost=len, max_batch_cost=8, max_pending=1) as callers:
         # An observer may take the lock of the batcher's queue.
@@ -150,7 +150,7 @@ async def test_refused_items_have_their_cause() -> None:
         await until(lambda: "waits" in callers.outcomes)
     assert watcher.names == ["enqueue", "completed", *A_BATCH[1:]], "of the one that waited"
     assert await refused(callers, "a", aiopar.ServiceClosed) == "closed"
-    assert callers.batcher.stats().rejected == {"max_batch_cost": 1, "queue_full": 1, "closed": 1}
+    assert callers.batcher.stats().refused == {"max_batch_cost": 1, "queue_full": 1, "closed": 1}
 
 
 async def test_cancelled_callers_in_the_queue_and_in_a_batch() -> None:
@@ -278,14 +278,14 @@ class Counted:
     def check(self, outcome: str, error: BaseException, cause: str | None = None) -> None:
         """Assert that one request had this outcome, and nothing else happened."""
         assert self._read("requests") == {outcome: 1}
-        rejections = {} if cause is None else {cause: 1}
-        assert self._read("rejections") == self._batcher.stats().rejected == rejections
+        refusals = {} if cause is None else {cause: 1}
+        assert self._read("refusals") == self._batcher.stats().refused == refusals
         assert self.watcher.names == ["enqueue", "completed"]
         [(item, none), (same, told)] = [event[1:3] for event in self.watcher.events]
         assert item is same
         assert none is None
         assert told is error
-        assert item.rejected == cause
+        assert item.refused == cause
 
 
 def _identity(items: list[Any]) -> list[Any]:
@@ -317,7 +317,7 @@ async def test_closed_before_it_was_used(fn: Callable[[Any], Any]) -> None:
     await batcher.aclose()
     with pytest.raises(aiopar.ServiceClosed) as caught:
         await _ask(batcher, fn, 1)
-    counted.check("rejected", caught.value, "closed")
+    counted.check("refused", caught.value, "closed")
 
 
 @pytest.mark.parametrize("fn", [_identity, _steps])
@@ -390,4 +390,4 @@ async def test_opening_a_batcher_is_not_a_request() -> None:
     with pytest.raises(aiopar.ServiceClosed):
         await batcher.__aenter__()
     assert counted.watcher.names == []
-    assert batcher.stats().rejected == {}
+    assert batcher.stats().refused == {}

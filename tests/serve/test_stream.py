@@ -100,7 +100,7 @@ async def test_a_generator_without_steps(kind: str) -> None:
     async with Batcher(Counting(0).of(kind), collate_fn=list) as batcher:
         assert [part async for part in batcher.stream("a")] == []
         await idle(batcher)
-        assert batcher.stats().completed == 1
+        assert batcher.stats().answered == 1
 
 
 async def test_callable_objects_modules_and_partials_stream() -> None:
@@ -133,7 +133,7 @@ async def test_a_full_queue_refuses_on_entering_or_at_the_first_read(kind: str) 
             with pytest.raises(aiopar.Overloaded):
                 await anext(stream)
             assert [part async for part in stream] == []
-        assert batcher.stats().rejected == {"queue_full": 2}
+        assert batcher.stats().refused == {"queue_full": 2}
 
 
 async def test_a_lower_priority_goes_first(kind: str) -> None:

@@ -12,7 +12,7 @@ import aiopar
 from aiopar.serve import Batcher
 from tests.scopes import HELD, Holding, cut_off, errors_logged
 
-from .batches import LONG, until
+from .batches import LONG, running, until
 from .streams import ENDLESS, Counting, Readers, counted, full, idle, one_worker, read_all, settled
 
 pytestmark = pytest.mark.anyio
@@ -68,7 +68,7 @@ async def test_when_nobody_is_left_the_generator_is_closed(
     async with Batcher(counting.of(kind), collate_fn=list) as batcher:
         await leave(batcher.stream("a", buffer=1), counting)
         await until(lambda: len(counting.closed) == 1)
-        await until(lambda: batcher.stats().in_flight == 0)
+        await until(lambda: running(batcher) == 0)
     assert set(counting.closed) == set(counting.steps), "where its steps were made"
 
 

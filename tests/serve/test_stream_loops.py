@@ -10,7 +10,7 @@ import pytest
 
 from aiopar.serve import Batcher
 
-from .batches import until
+from .batches import running, until
 from .streams import Counting, counted, full, idle
 from .test_batcher_loops import RUNNERS
 
@@ -131,4 +131,4 @@ def test_a_stream_that_outlives_its_loop_does_not_hold_up_the_next(
     if collected:
         left.clear()
     assert RUNNERS[runner](stay) == counted("stays", 50)
-    assert batcher.stats().in_flight == 0
+    assert running(batcher) == 0

@@ -154,7 +154,7 @@ async def test_items_lead_to_their_batch_and_back(path: Path) -> None:
         {"batcher": "fn", "size": size, "key": repr(key), "outputs": size, "errors": 0}
         for size, key in [(1, str), (2, str), (1, int)]
     ]
-    begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
+    begin, end = (LOOP, "fn"), (LOOP, "fn: answered")
     ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2, 2, 1)]
     assert sorted(timeline.items) == sorted(ways)
 
@@ -179,7 +179,7 @@ async def test_each_step_is_a_batch_and_items_lead_to_the_step_in_which_they_joi
         {"batcher": "fn", "size": size, "joined": joined, "outputs": outputs, "errors": 0}
         for size, joined, outputs in [(1, 1, 0), (2, 1, 0), (2, 0, 2)]
     ]
-    begin, end = (LOOP, "fn"), (LOOP, "fn: completed")
+    begin, end = (LOOP, "fn"), (LOOP, "fn: answered")
     ways = [[begin, ("cpu:0", f"fn x {size}"), end] for size in (1, 2)]
     assert sorted(timeline.items) == ways
 
@@ -276,11 +276,11 @@ async def test_outcomes_of_items_without_an_output(path: Path) -> None:
     timeline = await read(path)
     ways = sorted([name for _, name in item[1:]] for item in timeline.items)
     assert ways == [
-        ["fn x 1", "fn: completed"],
+        ["fn x 1", "fn: answered"],
         ["fn x 1", "fn: failed"],
         ["fn: cancelled"],
         ["fn: expired"],
-        ["fn: rejected"],
+        ["fn: refused"],
     ]
     errors = [bar["args"]["errors"] for row in timeline.rows[1:] for bar in timeline.bars(row)]
     assert errors == [0, 1]
@@ -318,7 +318,7 @@ def test_each_loop_has_a_row(path: Path) -> None:
         other.join()
     timeline = Timeline(path)
     assert {LOOP, "event loop in other"} < set(timeline.rows)
-    assert timeline.names("event loop in other") == ["fn", "fn: completed"]
+    assert timeline.names("event loop in other") == ["fn", "fn: answered"]
 
 
 @on_asyncio

@@ -22,7 +22,7 @@ import aiopar
 from aiopar.serve import Batcher, ContinuousBatcher, OpenTelemetryTracing
 from aiopar.testing import Gate
 
-from .batches import Bad, Callers, busy, on_asyncio, until
+from .batches import Bad, Callers, busy, on_asyncio, running, until
 from .replicas import Fragile, break_copy, held, open_pool
 from .steppers import Counting as CountingSteps, Item
 from .streams import Counting, counted, idle, of_kind, one_worker, read_all, reading
@@ -171,11 +171,11 @@ async def test_items_without_a_batch_have_their_outcome() -> None:
             await callers.batcher(3)
         callers.cancel(2)
         await until(lambda: len(traces.of("queue fn")) == 3)
-    expired, rejected, cancelled = traces.of("queue fn")
+    expired, refused, cancelled = traces.of("queue fn")
     outcomes = [(span.attributes or {})["aiopar.outcome"] for span in traces.of("queue fn")]
-    assert outcomes == ["expired", "rejected", "cancelled"]
-    assert (rejected.attributes or {})["aiopar.rejected"] == "queue_full"
-    assert expired.status.status_code is rejected.status.status_code is StatusCode.ERROR
+    assert outcomes == ["expired", "refused", "cancelled"]
+    assert (refused.attributes or {})["aiopar.refused"] == "queue_full"
+    assert expired.status.status_code is refused.status.status_code is StatusCode.ERROR
     assert cancelled.status.status_code is StatusCode.UNSET
     assert traces.of("batch fn") == []
 
@@ -234,7 +234,7 @@ async def test_spans_of_an_item_of_a_continuous_batcher() -> None:
     assert good.attributes == {
         "aiopar.batcher": "steps",
         "aiopar.device": "cpu",
-        "aiopar.outcome": "completed",
+        "aiopar.outcome": "answered",
     }
     assert [event.name for event in good.events] == ["first part"]
     assert [event.name for event in bad.events] == ["exception"]
@@ -268,7 +268,7 @@ async def test_run_of_a_caller_that_leaves_while_its_item_joins_ends() -> None:
             tasks.cancel_scope.cancel()
             with anyio.CancelScope(shield=True):
                 await anyio.wait_all_tasks_blocked()
-        await until(lambda: batcher.stats().in_flight == 0)
+        await until(lambda: running(batcher) == 0)
     assert (traces.one("run steps").attributes or {})["aiopar.outcome"] == "cancelled"
 
 

@@ -69,7 +69,7 @@ def end_under_load(service: Service, reference: Reference, clients: int = 16) ->
             await asyncio.to_thread(
                 service.wait_until,
                 lambda now: (
-                    now.queued + now.in_flight + now.completed - before.completed
+                    now.queued + now.in_flight + now.answered - before.answered
                     == clients * len(TEXTS)
                 ),
             )

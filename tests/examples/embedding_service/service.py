@@ -41,7 +41,7 @@ class Counts(NamedTuple):
 
     queued: int
     in_flight: int
-    completed: int
+    answered: int
     cancelled: int
 
     @property
@@ -115,7 +115,7 @@ class Service(ServedExample):
         return Counts(
             read["aiopar_batcher_queue_length", None],
             read["aiopar_batcher_in_flight", None],
-            read["aiopar_batcher_requests_total", "completed"],
+            read["aiopar_batcher_requests_total", "answered"],
             read["aiopar_batcher_requests_total", "cancelled"],
         )
 
