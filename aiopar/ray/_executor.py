@@ -68,7 +68,9 @@ class RayExecutor(HostExecutor):
         in_flight: How many calls may be on their way to an actor at once. The actor runs one call
             at a time; the next one travels meanwhile.
         address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
-            cluster that this machine is part of, or else `"local"`, which starts a Ray of its own.
+            latest `ray start` on this machine, or else `"local"`, which starts a Ray of its own. If
+            the program has called `ray.init` before, that cluster is used. The log names the
+            cluster, and warns if it does not answer within 5 seconds.
         ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
             `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
         name: Share the actors with the executors of other processes that have this name: the

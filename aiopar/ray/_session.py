@@ -2,12 +2,14 @@
 
 import ctypes
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import ray
 from ray.exceptions import RayError
@@ -16,6 +18,7 @@ from .._base.tracebacks import logger
 from ._link import ActorLink, reason
 
 NAMESPACE = "aiopar"
+_ANSWERS_WITHIN = 5.0  # seconds after which a warning says that Ray is not joined yet
 _PERIOD = 0.8  # seconds between two pings of an actor
 _MISSES = 3  # an actor that has not answered a ping for so many periods is lost
 _PATIENCE = 25  # the same while it loads a value; a warning says that one has not started yet
@@ -61,14 +64,18 @@ class Session(threading.Thread):
 
     def _start_ray(self) -> bool:
         if ray.is_initialized():
+            logger.info("Ray: the program has joined %s", _cluster())
             return False
-        with _sigterm_kept():
-            ray.init(
+        with _sigterm_kept(), _warned_if_slow(self._address):
+            context: Any = ray.init(
                 self._address,
                 namespace=NAMESPACE,
                 include_dashboard=False,
                 logging_level=logging.ERROR,
             )
+        # The name of a session of Ray ends with the id of the process that has started it.
+        started = context.address_info["session_dir"].endswith(f"_{os.getpid()}")
+        logger.info("Ray: started %s" if started else "Ray: joined %s", _cluster())
         return True
 
     @property
@@ -110,6 +117,30 @@ def _patience(link: ActorLink, *, suspect: bool) -> int:
     if link.is_loading:
         return _MISSES if suspect else _PATIENCE
     return 1 if suspect else _MISSES
+
+
+def _cluster() -> str:
+    return f"the cluster at {ray.get_runtime_context().gcs_address}"
+
+
+@contextmanager
+def _warned_if_slow(address: str | None) -> Iterator[None]:
+    """Warn if Ray is not joined soon: `ray.init` waits for a cluster without a limit."""
+    given = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
+    if given == "local":  # it takes seconds to start one
+        yield
+        return
+    what = f"the cluster at {given}" if given else "a cluster of this machine"
+    if not given and not address:
+        what += ", nor started one,"
+    words = "Ray: not joined %s within %g s; it still tries"
+    timer = threading.Timer(_ANSWERS_WITHIN, logger.warning, (words, what, _ANSWERS_WITHIN))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _check(link: ActorLink, pulse: _Pulse, misses: int) -> None:

@@ -26,7 +26,14 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
     """It is a script whose classes and functions have no module."""
     code, out, err = run(
         """
-    import ray, aiopar.ray
+    import logging, ray, aiopar.ray
+
+    def note(record):
+        print(record.getMessage().split(" at ")[0], flush=True)
+
+    log = logging.getLogger("aiopar")
+    log.setLevel(logging.INFO)
+    log.addFilter(note)
 
     class Point:
         def __init__(self, x):
@@ -54,20 +61,27 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
     queued[-1].add_done_callback(lambda future: print(future.result(), flush=True))
     """
     )
-    assert (code, out, err) == (0, "True 2\nTrue True\nFalse 1\n16\n", "")
+    assert (code, out, err) == (
+        0,
+        "Ray: started the cluster\nTrue 2\nTrue True\nFalse 1\nRay: started the cluster\n16\n",
+        "",
+    )
 
 
 def test_a_program_ends_whose_cluster_does_not_answer() -> None:
-    code, out, _ = run(
+    code, out, err = run(
         """
     import aiopar.ray
     aiopar.ray._link._GIVES_UP_AFTER = 1.0
-    with aiopar.ray.RayExecutor(1, address="127.0.0.1:1") as executor:
+    aiopar.ray._session._ANSWERS_WITHIN = 0.1
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:1"
+    with aiopar.ray.RayExecutor(1) as executor:
         call = executor.submit(abs, -1)
     print(type(call.exception()).__name__)
     """
     )
     assert (code, out.splitlines()[-1]) == (0, "WorkerLost")
+    assert "Ray: not joined the cluster at 127.0.0.1:1 within 0.1 s; it still tries\n" in err
 
 
 def get(port: str, path: str) -> str:
@@ -153,10 +167,13 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
 
 
 _DRIVER = """
-import aiopar.ray
+import aiopar.ray, logging
 from pathlib import Path
 aiopar.ray._executor.LEASE = {lease}
 from tests.remote.test_ray import Logged, pids, wait_for
+
+logging.basicConfig(format="%(message)s")
+logging.getLogger("aiopar").setLevel("INFO")
 
 async def main():
     folder, x = Path({folder!r}), torch.ones(1)
@@ -189,7 +206,7 @@ def test_programs_share_actors_and_weights(cluster: Any, tmp_path: Path) -> None
         assert lines(tmp_path / "loaded") == sorted(shared)
         (tmp_path / "go").touch()
         for program in programs:
-            assert program.end() == (0, "", "")
+            assert program.end() == (0, "", f"Ray: joined the cluster at {cluster.address}\n")
         wait_for_lines(tmp_path / "dropped", sorted(shared))
         assert executor.submit(abs, -1).result() == 1
     wait_for_end(shared)
