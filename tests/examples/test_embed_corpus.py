@@ -34,16 +34,16 @@ def kill_at_third(original):
         return original(*args)
     return call
 
-def run(out, killed_in):
+def run(out, killed_in, workers):
     if killed_in == "file":
         os.fsync = kill_at_third(os.fsync)
     elif killed_in == "state":
         embed_corpus.json = SimpleNamespace(dumps=kill_at_third(json.dumps), loads=json.loads)
-    embed_corpus.main(["--files", "12", "--out", out])
+    embed_corpus.main(["--files", "12", "--out", out, "--workers", workers])
 
-for number, (out, killed_in) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
+for number, (out, killed_in, workers) in enumerate(zip(*[iter(sys.argv[1:])] * 3)):
     if not (child := os.fork()):
-        run(out, killed_in)
+        run(out, killed_in, workers)
         break
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     print(f"run {number} ended with {code}, {os.path.exists(out)}", flush=True)
@@ -51,12 +51,20 @@ for number, (out, killed_in) in enumerate(zip(sys.argv[1::2], sys.argv[2::2])):
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="needs SIGKILL")
-@pytest.mark.parametrize("killed_in", [pytest.param("file", marks=pytest.mark.slow), "state"])
+@pytest.mark.parametrize(
+    ("killed_in", "workers"),
+    [
+        pytest.param("file", "threads", marks=pytest.mark.slow),
+        ("state", "threads"),
+        pytest.param("state", "processes", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_in_the_middle_it_goes_on_and_ends_up_the_same(
-    killed_in: str, tmp_path: Path
+    killed_in: str, workers: str, tmp_path: Path
 ) -> None:
     out, unbroken = tmp_path / "corpus.safetensors", tmp_path / "unbroken.safetensors"
-    runs = [out, killed_in, out, "nothing", unbroken, "nothing"]
+    runs: list[str | Path] = [out, killed_in, workers, out, "nothing", workers]
+    runs += [unbroken, "nothing", "threads"]
     finished = subprocess.run(
         [sys.executable, "-c", _PROGRAM, *map(str, runs)],
         cwd=Path(__file__).parents[2],
