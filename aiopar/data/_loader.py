@@ -124,8 +124,8 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
         max_failures: How many failed samples of an epoch are skipped, and recorded in `failures`.
             Samples that fail together (in `__getitems__`, in `collate_fn`, in a worker process)
             count once. An error of a sampler or an iterable is always raised.
-        executor: The executor whose CPU workers load. If None, or if the executor has no CPU
-            workers: `num_workers` threads of the loader's own.
+        executor: The executor whose CPU workers load; they must be threads. If None, or if the
+            executor has no CPU workers: `num_workers` threads of the loader's own.
         progress: Whether each epoch has a progress bar, with the rate and, if `len` is known, the
             time left. Needs tqdm.
 
@@ -504,7 +504,10 @@ class _Settings:
         self.max_failures = check_int("max_failures", self.max_failures, at_least=0)
         executor = check_executor(self.executor)
         if executor is not None:
-            executor._dispatcher.check_shares_memory("AsyncDataLoader", 'use worker_type="process"')
+            executor._dispatcher.check_shares_memory(
+                "AsyncDataLoader",
+                'use worker_type="process", or Pipeline(indices, executor=executor).map(load)',
+            )
         if self.worker_type not in ("thread", "process"):
             raise ValueError(f'worker_type must be "thread" or "process", got {self.worker_type!r}')
         if self.device is not None and self.devices is not None:
