@@ -81,7 +81,8 @@ else:
         return found
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATER})
+        submodules = {"asgi", "fastapi", "nn", "testing", "train", "transformers"} & {*globals()}
+        return ["__version__", *{*__all__, *_LATER, *submodules}]
 
 
 __all__ = [

@@ -35,6 +35,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 class Problem(BaseModel):
     """The body of a 503 or 504 response."""
 

@@ -104,6 +104,15 @@ def test_all_is_what_a_package_publishes(package: ModuleType) -> None:
     assert set(package.__all__) == public
 
 
+def test_dir_shows_public_names_only() -> None:
+    names = "asgi", "data", "fastapi", "nn", "ray", "remote", "serve", "testing", "train"
+    for module in [importlib.import_module(f"aiopar.{name}") for name in names]:
+        assert set(dir(module)) == set(module.__all__)
+    shown = dir(aiopar)
+    assert set(shown) - {"transformers"} == {*aiopar.__all__, *names, "__version__"}
+    assert len(shown) == len(set(shown))
+
+
 def test_help_shows_what_is_published() -> None:
     # Of what other modules define pydoc shows what `__all__` names, and nothing else.
     shown = pydoc.plain(pydoc.render_doc(aiopar))

@@ -20,3 +20,7 @@ __all__ = [
     "lifespan",
     "remove_resources",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

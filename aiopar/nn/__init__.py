@@ -39,3 +39,7 @@ __all__ = [
     "scatter",
     "scatter_kwargs",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,3 +8,7 @@ except ModuleNotFoundError as error:
     raise ImportError("aiopar.ray needs Ray: pip install 'aiopar[ray]'") from error
 
 __all__ = ["RayExecutor"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -3,3 +3,7 @@
 from ._process import ProcessExecutor
 
 __all__ = ["ProcessExecutor"]
+
+
+def __dir__() -> list[str]:
+    return __all__

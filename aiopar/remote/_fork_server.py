@@ -5,6 +5,7 @@ import that raises anything but ImportError. It does not set `sys.path` before i
 a process, a program waits for the imports of that server, and cannot give up.
 """
 
+import ctypes
 import errno
 import fcntl
 import gc
@@ -149,6 +150,19 @@ def read_exit_code(ended: socket.socket, timeout: float) -> int | OSError | None
 
 # In the server and in its forks.
 
+
+def name_process(name: str) -> None:
+    """Name this process in `ps` and `top`: by `setproctitle` if it is installed, else on Linux."""
+    try:
+        import setproctitle
+    except ModuleNotFoundError:
+        if sys.platform == "linux":
+            set_name = 15  # PR_SET_NAME; the kernel keeps 15 bytes
+            ctypes.CDLL(None).prctl(set_name, name.encode())
+    else:
+        setproctitle.setproctitle(name)
+
+
 _LIFELINE, _REQUESTS = 0, 3
 """Open files of the server, which reads nothing else from its standard input."""
 
@@ -179,6 +193,7 @@ def serve(modules: Sequence[str]) -> list[int]:
 
     In each fork it returns the files of `ForkServer.fork`, without the last one.
     """
+    name_process("aiopar-fork")
     requests = socket.socket(fileno=_REQUESTS)
     lifeline = os.dup(_LIFELINE)
     with open(os.devnull) as nothing:

@@ -29,7 +29,7 @@ from ..executor._gang import become_host
 from ..executor._worker import HostInfo
 from ._channel import Arena, Channel, Disconnected, arena_size, copy_buffer, shared_file
 from ._executor import HostExecutor, HostSlot
-from ._fork_server import HANDLED, ForkServer, end_with, read_exit_code, shut_down
+from ._fork_server import HANDLED, ForkServer, end_with, name_process, read_exit_code, shut_down
 from ._host import (
     Task,
     answer,
@@ -357,6 +357,7 @@ def _prepare(
     os.environ.clear()
     os.environ.update(environment)
     process = multiprocessing.process.current_process()
+    name_process(f"{main['name']} {device}")  # `aiopar-0 cpu`
     process._inheriting = True  # type: ignore[attr-defined]  # as `multiprocessing.spawn` does it
     try:
         multiprocessing.spawn.prepare(main)

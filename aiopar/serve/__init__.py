@@ -48,3 +48,7 @@ __all__ = [
     "trace",
     "unbatch",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

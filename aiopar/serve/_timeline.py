@@ -5,6 +5,7 @@ import os
 from collections import Counter, defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from threading import current_thread, get_ident
 from time import monotonic
@@ -72,6 +73,8 @@ def trace(path: str | os.PathLike[str], *, max_events: int = 100_000) -> "Trace"
       outcome. Arrows lead from the first tick to the batch, or the step in which the item joined,
       and from there to the second tick;
     - a bar for each item's wait in a queue;
+    - the time of the machine's clock at the start of the block, in the name of the process and as
+      `start` in `otherData`. The times of the events count from there;
     - the stalls of each event loop that makes calls: a timer ran 5 ms or more too late. A stall is
       drawn up to 20 ms too short; a stall of 25 ms or more is always seen.
 
@@ -113,6 +116,7 @@ class Trace:
         self._file: TextIO | None = None
         self._process = 0
         self._began = 0.0
+        self._start = ""  # the same moment, by the clock of the machine
         self._recording = False
         self.events: deque[_Bar | _Item] = deque(maxlen=max_events)  # the latest ones
         self.running: dict[CallInfo | BatchInfo, _Bar] = {}  # what has not ended
@@ -146,6 +150,7 @@ class Trace:
 
     def _begin(self) -> None:
         self._began = monotonic()
+        self._start = datetime.now(UTC).isoformat(timespec="milliseconds")
         self._recording = True
         self.see_loop()
         make_calls, make_batches = self._makers
@@ -181,10 +186,12 @@ class Trace:
             else:
                 items.append(event)
         with file:
-            lines = _JsonEvents(self._began).events(self.loops, bars + unfinished, items)
+            lines = _JsonEvents(self._began, self._start).events(
+                self.loops, bars + unfinished, items
+            )
             file.write('{"displayTimeUnit":"ms","traceEvents":[\n' + next(lines))
             file.writelines(f",\n{line}" for line in lines)
-            file.write("\n]}\n")
+            file.write(f'\n],"otherData":{{"start":"{self._start}"}}}}\n')
 
     # For the observers.
 
@@ -292,11 +299,13 @@ class _JsonEvents:
     A bar is a complete event (X) on a thread of the format. Here such a thread is called a lane;
     its bars are disjoint or nested. The arrows of an item are flow events (s, t, f) with the number
     of the item. A flow event belongs to the bar that begins at the same time. The wait of an item
-    is a pair of asynchronous events (b, e). The time 0 of the file is `began`.
+    is a pair of asynchronous events (b, e). The time 0 of the file is `began`, or `start` by the
+    clock of the machine.
     """
 
-    def __init__(self, began: float) -> None:
+    def __init__(self, began: float, start: str) -> None:
         self._began = began
+        self._start = start
         self._process = os.getpid()
         self._titles: Counter[str] = Counter()  # how many lanes have each title
 
@@ -307,7 +316,8 @@ class _JsonEvents:
 
         Each bar comes before the arrows that belong to the bar.
         """
-        yield self._metadata("process_name", 0, name=f"aiopar, process {self._process}")
+        process = f"aiopar, process {self._process}, from {self._start}"
+        yield self._metadata("process_name", 0, name=process)
         lanes: dict[int, int] = {}
         for thread in dict.fromkeys(item[1] for item in items):
             # A closed loop without a name has left items behind.

@@ -9,3 +9,7 @@ from ._client import client
 from ._order import Gate, Sequencer
 
 __all__ = ["Gate", "Sequencer", "client"]
+
+
+def __dir__() -> list[str]:
+    return __all__

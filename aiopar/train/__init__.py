@@ -3,3 +3,7 @@
 from ._parallel import Parallel, Parallelizable
 
 __all__ = ["Parallel", "Parallelizable"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -11,3 +11,7 @@ except ModuleNotFoundError as error:
 from ._request import Completion, Prompt, Token
 
 __all__ = ["CausalLM", "Completion", "Prompt", "Token"]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -6,8 +6,10 @@ import math
 import multiprocessing
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,6 +45,20 @@ async def test_calls_run_in_the_processes(executor: ProcessExecutor) -> None:
     with aiopar.use_executor(executor):
         assert await aiopar.run_sync(os.getpid) in pids
         assert await aiopar.fork(os.getpid) in pids
+
+
+def comm(pid: str) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere only with setproctitle")
+def test_processes_have_names(executor: ProcessExecutor) -> None:
+    for index in range(2):
+        worker = executor.on(worker=index)
+        assert worker.submit(comm, "self").result() == f"aiopar-{index} cpu"
+        server = worker.submit(os.getppid).result()
+        assert comm(str(server)) == "aiopar-fork"
+    assert "aiopar-0" not in comm("self")
 
 
 # The state of the caller.

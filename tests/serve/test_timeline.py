@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +35,9 @@ class Timeline:
     """A file that was read, and found to keep the rules of the format."""
 
     def __init__(self, path: Path) -> None:
-        self.events: list[Event] = json.loads(path.read_text())["traceEvents"]
+        content = json.loads(path.read_text())
+        self.events: list[Event] = content["traceEvents"]
+        self.start: str = content["otherData"]["start"]
         for event in self.events:
             # Perfetto counts whole nanoseconds.
             event["ts"], event["end"] = (
@@ -55,7 +58,7 @@ class Timeline:
         """Each lane has its own name and place; its bars are nested or disjoint."""
         assert {event["pid"] for event in self.events} == {os.getpid()}
         assert [event["args"]["name"] for event in self._named("process_name")] == [
-            f"aiopar, process {os.getpid()}"
+            f"aiopar, process {os.getpid()}, from {self.start}"
         ]
         assert len(set(self.lanes.values())) == len(self.lanes) == len(self._named("thread_name"))
         places = [event["args"]["sort_index"] for event in self._named("thread_sort_index")]
@@ -202,6 +205,14 @@ async def test_a_call_has_a_bar_in_the_row_of_its_worker(
         [bar] = timeline.bars(row)
         assert bar["name"] == "abs"
         assert bar["args"].keys() == {"queued_ms"}
+
+
+def test_it_says_when_it_began_by_the_clock_of_the_machine(path: Path) -> None:
+    before = datetime.now(UTC)
+    with aiopar.trace(path):
+        pass
+    start, now = datetime.fromisoformat(Timeline(path).start), datetime.now(UTC)
+    assert before.replace(microsecond=before.microsecond // 1000 * 1000) <= start <= now
 
 
 def test_a_call_inside_a_call_is_inside_its_bar_and_says_that_it_has_failed(path: Path) -> None:
