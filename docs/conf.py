@@ -28,8 +28,9 @@ SUBMODULES = ("asgi", "data", "fastapi", "nn", "ray", "serve", "testing")
 MODULES = [aiopar, *(import_module(f"aiopar.{name}") for name in SUBMODULES)]
 PUBLIC = {name: getattr(module, name) for module in MODULES for name in module.__all__}
 
-project = author = html_title = "aiopar"
+project = author = "aiopar"
 version = release = aiopar.__version__
+html_title = f"{project} {version}"
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -55,7 +56,6 @@ autodoc_typehints_format = "short"
 autodoc_default_options = {
     "members": True,
     "special-members": "__call__",
-    "show-inheritance": True,
     # Members of private base classes are shown too, but not those of these:
     "inherited-members": "BaseException, BaseModel, DataParallel, DeviceExecutor, Executor, Future,"
     " Module, StrEnum, tuple",
@@ -65,9 +65,18 @@ python_maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # furo's own underlines names of modules, as if they were links
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_copy_source = html_show_sphinx = html_show_copyright = False
+
+
+# Close together, so that a whole diagram can be read on a phone.
+MERMAID = {
+    "flowchart": {"nodeSpacing": 20, "rankSpacing": 30, "padding": 8, "diagramPadding": 4},
+    "sequence": {"actorMargin": 16, "width": 100, "diagramMarginX": 4, "messageMargin": 28},
+}
 
 
 class Mermaid(SphinxDirective):
@@ -77,12 +86,10 @@ class Mermaid(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         try:
-            svg = mermaidx.render("\n".join(self.content)).svg()
+            svg = mermaidx.render("\n".join(self.content), config=MERMAID).svg()
         except RuntimeError as error:
             raise self.error(str(error)) from error  # names the page and the line
         svg = svg.replace("my-svg", f"diagram-{self.lineno}")  # ids are unique on a page
-        # On a phone, a wide diagram scrolls and its text can be read.
-        svg = re.sub(r"max-width: ([\d.]+px)", r"\g<0>; min-width: min(\1, 36rem)", svg, count=1)
         return [nodes.raw("", f'<div class="diagram">{svg}</div>', format="html")]
 
 
@@ -94,8 +101,17 @@ class PublicNames(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         names = list(self.content)
         table = [".. autosummary::", "   :nosignatures:", "", *(f"   {name}" for name in names), ""]
-        entries = [f".. auto{kind_of(import_by_name(name)[1])}:: {name}" for name in names]
+        entries = [entry for name in names for entry in documented(name)]
         return self.parse_text_to_nodes("\n".join(["```{eval-rst}", *table, *entries, "```"]))
+
+
+def documented(name: str) -> list[str]:
+    """The directive of autodoc for a public name. Bases are shown if there are any."""
+    found = import_by_name(name)[1]
+    entry = [f".. auto{kind_of(found)}:: {name}"]
+    if isinstance(found, type) and public_bases(found):
+        entry += ["   :show-inheritance:", ""]
+    return entry
 
 
 def kind_of(found: object) -> str:
@@ -143,17 +159,20 @@ def link_code(app: Sphinx, doctree: nodes.document) -> None:
             code.replace_self(pending_xref("", code.deepcopy(), refdoc=app.env.docname, **ref))
 
 
-def show_public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[Any]) -> None:
-    """Put the bases of a private base class in its place."""
+def public_bases(kind: type) -> list[type]:
+    """The bases of a class; in place of a private base class, its bases."""
 
     def shown(base: type) -> list[type]:
         if base in PUBLIC.values() or not base.__module__.startswith("aiopar"):
             return [base]
         return [found for above in base.__bases__ for found in shown(above)]
 
-    found = [base for above in obj.__bases__ for base in shown(above)]
-    bases[:] = [base for base in dict.fromkeys(found) if base not in (object, Generic)]
-    options.show_inheritance = bool(bases) or None
+    found = [base for above in kind.__bases__ for base in shown(above)]
+    return [base for base in dict.fromkeys(found) if base not in (object, Generic)]
+
+
+def show_public_bases(app: Sphinx, name: str, obj: type, options: Any, bases: list[Any]) -> None:
+    bases[:] = public_bases(obj)
 
 
 def setup(app: Sphinx) -> None:

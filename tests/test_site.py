@@ -7,10 +7,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
+
+import aiopar
 
 ROOT = Path(__file__).resolve().parent.parent
 PHONE_WIDTH = 390
@@ -121,14 +124,52 @@ def test_search_finds_the_page(page: Page, site: Path, words: str, name: str) ->
     expect(found).not_to_have_count(0)
 
 
-def test_no_page_is_wider_than_a_phone(page: Page, site: Path) -> None:
-    page.set_viewport_size({"width": PHONE_WIDTH, "height": 844})
-    wide = []
+def _wider_than_their_box(page: Page, site: Path, width: int, selector: str) -> list[str]:
+    """The elements of all pages that do not show all that they have, in a window this wide."""
+    page.set_viewport_size({"width": width, "height": 844})
+    found = []
     for file in _pages(site):
         page.goto(file.as_uri())
-        if page.evaluate("document.documentElement.scrollWidth") > PHONE_WIDTH:
-            wide.append(str(file.relative_to(site)))
-    assert wide == []
+        elements = page.locator(selector).evaluate_all(
+            "all => all.filter(one => one.scrollWidth > one.clientWidth)"
+            ".map(one => one.textContent.trim().slice(0, 60))"
+        )
+        found += [f"{file.relative_to(site)}: {text}" for text in elements]
+    return found
+
+
+def test_no_page_and_no_diagram_is_wider_than_a_phone(page: Page, site: Path) -> None:
+    assert _wider_than_their_box(page, site, PHONE_WIDTH, "html, .diagram") == []
+
+
+def test_code_fits_into_its_box(page: Page, site: Path) -> None:
+    assert _wider_than_their_box(page, site, 1280, "pre") == []
+
+
+def test_no_class_has_an_empty_list_of_bases(site: Path) -> None:
+    pages = [page.read_text() for page in (site / "api").glob("*.html")]
+    assert any("<p>Bases: " in page for page in pages)
+    assert not any("<p>Bases:</p>" in page for page in pages)
+
+
+def test_pages_show_the_version_and_an_icon(page: Page, site: Path) -> None:
+    page.goto((site / "index.html").as_uri())
+    expect(page.locator(".sidebar-brand-text")).to_have_text(f"aiopar {aiopar.__version__}")
+    links = _attributes(site / "index.html", "link href")
+    [icon] = [link for link in links if "favicon" in link]
+    assert (site / icon).is_file()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_plot_of_the_benchmarks_is_as_dark_as_the_page(
+    page: Page, site: Path, scheme: Literal["light", "dark"]
+) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.goto((site / "_images" / "benchmarks.svg").as_uri())
+    paper = page.locator("#patch_1 path")
+    expect(paper).to_have_css(
+        "fill", {"light": "rgb(255, 255, 255)", "dark": "rgb(13, 17, 23)"}[scheme]
+    )
 
 
 def test_a_dark_page_is_dark_and_so_are_its_diagrams(page: Page, site: Path) -> None:

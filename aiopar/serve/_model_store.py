@@ -172,8 +172,8 @@ class ModelStore(Generic[Model]):
         >>> asyncio.run(main())
         small torch.Size([3])
         large torch.Size([5])
-        StoreStats(models=(ModelStats(name='large', state='ready', bytes=60, users=0),), loads=2, \
-failed_loads=0, evictions=1)
+        StoreStats(models=(ModelStats(name='large', state='ready', bytes=60, users=0),), loads=2,
+        failed_loads=0, evictions=1)
     """
 
     @overload

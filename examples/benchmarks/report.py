@@ -5,6 +5,7 @@ import os
 import platform
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,10 +116,30 @@ PANELS = (
 )
 
 
+# The colours of the plot on a light page, and on a dark one.
+INK, PAPER, MISSED, HOLDS, NO_BOUND = "#1f2937", "#ffffff", "#dc2626", "#2563eb", "#6b7280"
+DARK = {
+    INK: "#e6edf3",
+    PAPER: "#0d1117",
+    MISSED: "#f87171",
+    HOLDS: "#60a5fa",
+    NO_BOUND: "#9ba6b2",
+}
+STYLE: dict[Any, Any] = {  # matplotlib's type of the keys has 300 lines
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "aiopar",  # the same file for the same numbers
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor"), INK),
+    **dict.fromkeys(("xtick.color", "ytick.color"), INK),
+    "grid.color": NO_BOUND,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    **dict.fromkeys(("figure.facecolor", "axes.facecolor"), PAPER),
+}
+
+
 def write_plot(results: Sequence[Row], path: Path) -> None:
     """Plot one panel per kind of value: dots with quartiles, bars at the bounds."""
-    # Agg opens no window, also if there is a display.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     measured = [result for result in results if isinstance(result, Result)]
@@ -127,24 +148,37 @@ def write_plot(results: Sequence[Row], path: Path) -> None:
         of_kind = [one for one in measured if (one.value_unit, one.at_least) == (unit, at_least)]
         if of_kind:
             panels.append((label, of_kind))
-    figure = Figure(figsize=(9, 1.6 + 0.36 * len(measured)), layout="constrained")
-    FigureCanvasAgg(figure)
-    heights = [len(of_kind) + 1.5 for _, of_kind in panels]
-    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (label, of_kind) in zip(all_axes, panels, strict=True):
-        _draw_panel(axes, of_kind)
-        axes.set_xlabel(label)
-    all_axes[0].set_title("dot: median, with quartiles; black bar: the bound", fontsize=10)
-    figure.savefig(path, dpi=120)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 1.6 + 0.36 * len(measured)), layout="constrained")
+        FigureCanvasSVG(figure)
+        heights = [len(of_kind) + 1.5 for _, of_kind in panels]
+        all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (label, of_kind) in zip(all_axes, panels, strict=True):
+            _draw_panel(axes, of_kind)
+            axes.set_xlabel(label)
+        all_axes[0].set_title("dot: median, with quartiles; upright bar: the bound", fontsize=10)
+        drawn = StringIO()
+        figure.savefig(drawn, format="svg", metadata={"Date": None})
+    path.write_text(_with_dark_colours(drawn.getvalue()))
+
+
+def _with_dark_colours(svg: str) -> str:
+    """Let the reader's system choose between the colours of light and of dark pages."""
+    for light in DARK:
+        svg = svg.replace(light, f"var(--{light[1:]})")
+    light_ones = "".join(f"--{light[1:]}:{light};" for light in DARK)
+    dark_ones = "".join(f"--{light[1:]}:{dark};" for light, dark in DARK.items())
+    style = f"svg{{{light_ones}}}@media(prefers-color-scheme:dark){{svg{{{dark_ones}}}}}"
+    return svg.replace("</style>", f"{style}</style>", 1)
 
 
 def _draw_panel(axes: "Axes", results: Sequence[Result]) -> None:
     for row, result in enumerate(results):
-        colour = "tab:red" if not result.holds else "tab:blue" if result.bound else "tab:gray"
+        colour = MISSED if not result.holds else HOLDS if result.bound else NO_BOUND
         axes.plot([result.low, result.high], [row, row], color=colour, linewidth=4, alpha=0.35)
         axes.plot(result.value, row, "o", color=colour)
         if result.bound is not None:
-            axes.plot(result.bound, row, "|", color="black", markersize=16, markeredgewidth=2)
+            axes.plot(result.bound, row, "|", color=INK, markersize=16, markeredgewidth=2)
     names = [f"{result.what}\nagainst {result.against}" for result in results]
     axes.set_yticks(range(len(results)), names)
     axes.tick_params(axis="y", labelsize=8)

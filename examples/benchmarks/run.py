@@ -2,7 +2,7 @@
 
 By default it measures the foundation, in under five minutes. With `--all` (`make bench-all`) it
 also measures training, loading and serving, in about half an hour, and draws
-tuning_batching.png. It prints a table, and writes benchmarks.json, benchmarks.png and the table in
+tuning_batching.png. It prints a table, and writes benchmarks.json, benchmarks.svg and the table in
 benchmarks.md into docs/. Rows that were not measured are kept if they come from this machine. With
 `--only` it measures the named parts, and writes their rows only with `--write`.
 """
@@ -84,7 +84,7 @@ def measure_on_uvloop(plan: Plan) -> list[Result]:
 
 def write_all(rows: Sequence[Row], folder: Path) -> None:
     report.write_json(rows, folder / "benchmarks.json")
-    report.write_plot(rows, folder / "benchmarks.png")
+    report.write_plot(rows, folder / "benchmarks.svg")
     page = folder / "benchmarks.md"
     if page.exists():
         report.write_into(page, report.as_markdown(rows))

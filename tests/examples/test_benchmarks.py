@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import multiprocessing
+import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
@@ -82,7 +83,14 @@ def test_all_is_written(tmp_path: Path) -> None:
     assert [row["bound"] for row in written["rows"][:-1]] == [0.55, None, 5.0, 0.4]
     assert written["rows"][-1] == asdict(absent)
     assert set(written["rows"][0]) == {*Result.__dataclass_fields__, "holds"}
-    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    plot = (tmp_path / "benchmarks.svg").read_text()
+    assert ">against theirs</" in plot
+    # Every colour is a name, which has one value for light pages and one for dark ones.
+    drawn, style = re.subn("<style.*?</style>", "", plot, flags=re.DOTALL)
+    assert style == 1
+    assert "prefers-color-scheme:dark" in plot
+    assert "var(--" in drawn
+    assert not re.search("#[0-9a-f]{6}", drawn)
     text = page.read_text()
     assert text.startswith("# Title\n<!-- begin table -->\n| what | against |")
     assert text.endswith("<!-- end table -->\nrest\n")
