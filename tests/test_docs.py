@@ -110,7 +110,7 @@ def _logged_messages() -> set[tuple[str, str]]:
             function = re.fullmatch(r"logger\.(\w+)|log_callback_error", ast.unparse(call.func))
             texts = [one.value for one in call.args if isinstance(one, ast.Constant)]
             if function and texts:
-                level = "warning" if function[1] == "warning" else "error"
+                level = function[1] if function[1] in ("info", "warning") else "error"
                 found.add((level, str(texts[0])))
     return found
 
