@@ -409,7 +409,7 @@ def _verdict(found: Found) -> str:
         )
     p99 = f"p99: {_ms(compared.p99)} ms, with the present settings {_ms(compared.own_p99)} ms."
     if compared.gain < GAIN:
-        return f"{keep} {found.advised} gained nothing in a second comparison.\n{p99}"
+        return f"{keep}\n{found.advised} gained nothing in a second comparison.\n{p99}"
     late = "" if compared.p99 <= own.goal else " It is above the goal: leave room."
     gain = f"{compared.gain:.2f} times those of the present settings"
     return f"{take}\nRequests per second: {gain}.\n{p99}{late}"
