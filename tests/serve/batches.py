@@ -11,6 +11,7 @@ import pytest
 from torch import Tensor
 
 from aiopar import Batcher, DeviceExecutor, use_executor
+from aiopar.serve import BatcherStats, ContinuousStats
 from aiopar.testing import Gate
 from tests.home import AtHome
 
@@ -212,6 +213,14 @@ async def together(
     with nullcontext() if workers is None else use_executor(workers):
         async with Batcher(fn, **options) as batcher:
             return await outcomes_of(batcher, items)
+
+
+def outcomes_in(stats: BatcherStats | ContinuousStats) -> dict[str, int]:
+    """How many requests had each outcome, by `stats()`; outcomes without requests are left out."""
+    counts = {name: getattr(stats, name) for name in ("answered", "failed", "expired", "cancelled")}
+    counts["refused"] = sum(stats.refused.values())
+    assert stats.submitted == sum(counts.values()) + stats.queued + stats.in_flight
+    return {name: count for name, count in counts.items() if count}
 
 
 def running(batcher: Any) -> int:

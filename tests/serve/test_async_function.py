@@ -165,7 +165,7 @@ async def test_aclose_cancels_after_its_timeout_and_waits() -> None:
         await callers.queue(2)
         await batcher.aclose(timeout=0.01)
         assert held.ended == [[1]]
-        assert batcher.stats().in_flight == 0
+    assert batcher.stats().in_flight == 0
     assert {type(error) for error in callers.outcomes.values()} == {aiopar.ServiceClosed}
     assert held.runs == [[1]]
 

@@ -40,6 +40,7 @@ async def test_queued_items_run_and_new_items_are_refused(workers: Workers) -> N
         assert callers.batcher.stats().refused == {"closed": 1}
         callers.gate.open()
         await callers.batcher.aclose()
+        await until(lambda: len(callers.outcomes) == 4)
         stats = callers.batcher.stats()
         assert (stats.queued, stats.in_flight, stats.answered) == (0, 0, 4)
     assert callers.runs == [[1, 2], [3]]

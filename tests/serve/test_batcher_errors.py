@@ -1,10 +1,12 @@
 """`Batcher`: an error reaches only the caller of the item that caused it."""
 
 import sys
+import time
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
+from weakref import ref
 
 import anyio
 import pytest
@@ -17,7 +19,7 @@ from tests import simdevice
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Bad, busy, current_executor, open_batcher, together
+from .batches import LONG, Bad, busy, current_executor, on_asyncio, open_batcher, together
 from .streams import full
 
 pytestmark = pytest.mark.anyio
@@ -43,6 +45,54 @@ async def test_one_bad_item_fails_alone(workers: Workers) -> None:
     stats = callers.batcher.stats()
     assert (stats.answered, stats.failed) == (5, 1)
     assert callers.batcher.stats().batch_sizes == {1: 1, 5: 1}
+
+
+class Missing(KeyError):
+    """A built-in exception takes no weak reference."""
+
+
+class Speechless(Exception):
+    def __str__(self) -> str:
+        raise NotImplementedError
+
+
+@on_asyncio
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Bad("bad input\nand more"), "Bad: bad input"),
+        (lambda: Missing("key"), "Missing: 'key'"),
+        (lambda: Bad("x" * 1000), f"Bad: {'x' * 195}"),
+        (Speechless, "Speechless"),
+    ],
+    ids=["two lines", "key", "long", "without a message"],
+)
+async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], text: str) -> None:
+    def fail(items: list[str]) -> list[str]:
+        if items == ["item"]:
+            error = make()
+            errors.append(ref(error))
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
+        return items
+
+    errors: list[ref[Exception]] = []
+    async with open_batcher(None, fail) as batcher:
+        with pytest.raises(aiopar.DeadlineExceeded):
+            await batcher("late", timeout=0.0)
+        assert batcher.stats().last_error is None, "no failure"
+        before = time.time()
+        with suppress(Bad, Missing, Speechless):
+            await batcher("item")
+        last = batcher.stats().last_error
+        assert last is not None
+        assert last.text == text
+        assert before <= last.time <= time.time()
+        assert await batcher("good") == "good"
+        assert batcher.stats().last_error == last, "an answer does not take it away"
+        assert errors[0]() is None, "only its words are kept"
 
 
 def scored(batch: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ import anyio
 import anyio.lowlevel
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 import aiopar
+from aiopar.serve import PrometheusMetrics
 
-from .batches import LONG, Bad, current_executor, on_asyncio
+from .batches import LONG, Bad, current_executor, on_asyncio, outcomes_in
 from .steppers import Counting, Item
 from .streams import idle
 
@@ -114,6 +116,7 @@ async def test_ten_thousand_requests(bounded: bool) -> None:
         current_executor(["cpu", "cpu"]),
         aiopar.ContinuousBatcher(stepper, **options) as batcher,
     ):
+        PrometheusMetrics(batcher, registry=(registry := CollectorRegistry()))
         callers = [Caller(batcher, n, chance) for n in range(COUNT)]
         async with anyio.create_task_group() as tasks:
             for caller in callers:
@@ -124,6 +127,13 @@ async def test_ten_thousand_requests(bounded: bool) -> None:
         caller.check()
     assert stepper.misuse == []
     assert stepper.live == set()
-    assert not stats.refused
+    seen = {
+        name: registry.get_sample_value(
+            "aiopar_batcher_requests_total", {"batcher": batcher.name, "outcome": name}
+        )
+        for name in ("answered", "failed", "expired", "cancelled")
+    }
+    assert seen == outcomes_in(stats), "each outcome is there, and no refusal"
+    assert stats.submitted == COUNT
     assert 8 < max(stats.batch_sizes) <= 32
     assert stats.preempted > 0

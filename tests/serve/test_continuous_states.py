@@ -1,6 +1,7 @@
 """State machines: whatever happens to a continuous batch, each caller gets its own parts."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import aiopar
 from aiopar.serve._step_batch import StepBatch, Ticked
 from aiopar.testing import Gate
 
-from .batches import Bad
+from .batches import Bad, outcomes_in
 from .steppers import Counting, Item
 
 MOST_HELD = 20.0
@@ -254,6 +255,20 @@ class Reader:
             assert isinstance(self.outcome, Bad | torch.OutOfMemoryError)
             assert self.may_fail
 
+    @property
+    def end(self) -> str:
+        """How its request has ended, in the words of `stats()`."""
+        match self.outcome:
+            case None:
+                return "waits"
+            case aiopar.DeadlineExceeded():
+                return "expired"
+            case aiopar.Overloaded() if "queue is full" in str(self.outcome):
+                return "refused"
+            case Exception():
+                return "failed"
+        return "cancelled" if self.outcome == "left" else "answered"
+
 
 class Batcher(RuleBasedStateMachine):
     """A whole batcher on an event loop; each step waits for the machine."""
@@ -395,6 +410,16 @@ class Batcher(RuleBasedStateMachine):
     def each_caller_has_its_own(self) -> None:
         for reader in getattr(self, "readers", ()):
             reader.check(self.bounded)
+
+    @invariant()
+    def each_request_counts_once(self) -> None:
+        if hasattr(self, "readers"):
+            stats = self.batcher.stats()
+            ends = Counter(reader.end for reader in self.readers)
+            assert stats.queued + stats.in_flight == ends.pop("waits", 0)
+            assert outcomes_in(stats) == ends
+            assert stats.in_flight >= 0
+            assert (stats.last_error is None) == (not stats.failed)
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):

@@ -15,7 +15,7 @@ from aiopar import ContinuousBatcher
 from aiopar.serve import Batcher, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
-from .batches import Bad, busy, outcomes_of, until
+from .batches import Bad, busy, outcomes_in, outcomes_of, until
 from .replicas import Fragile, break_copy, held, in_service, open_pool
 from .steppers import Counting, Item
 
@@ -81,6 +81,8 @@ async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> 
         "expired": 1,
         "cancelled": 1,
     }
+    counted = {"answered": 2, "failed": 1, "refused": 2, "expired": 1, "cancelled": 1}
+    assert outcomes_in(callers.batcher.stats()) == counted, 'and the item "first"'
     assert scrape.by("aiopar_batcher_refusals_total", "cause", batcher="fn") == {
         "queue_full": 1,
         "max_wait": 0,

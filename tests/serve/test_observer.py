@@ -17,7 +17,7 @@ import aiopar
 from aiopar.serve import Batcher, BatchInfo, BatchObserver, ItemInfo, PrometheusMetrics, ReplicaPool
 from aiopar.testing import Gate
 
-from .batches import Busy, Recorder, busy, current_executor, until
+from .batches import Busy, Recorder, busy, current_executor, outcomes_in, until
 from .replicas import Scale, X
 from .streams import Counting, idle
 
@@ -277,7 +277,7 @@ class Counted:
 
     def check(self, outcome: str, error: BaseException, cause: str | None = None) -> None:
         """Assert that one request had this outcome, and nothing else happened."""
-        assert self._read("requests") == {outcome: 1}
+        assert self._read("requests") == outcomes_in(self._batcher.stats()) == {outcome: 1}
         refusals = {} if cause is None else {cause: 1}
         assert self._read("refusals") == self._batcher.stats().refused == refusals
         assert self.watcher.names == ["enqueue", "completed"]
