@@ -47,6 +47,16 @@ def _stored(family: "Metric") -> Iterator["Sample"]:
             below = 0.0 if sample.labels["le"] == "+Inf" else sample.value
 
 
+def _mode_of(gauge: str) -> str:
+    """How the values of all processes become one; those of a process that has ended are left out.
+
+    Ratios have no sum. Of durations, the longest counts.
+    """
+    if gauge.endswith("_ratio"):
+        return "liveall"
+    return "livemax" if gauge.endswith("_seconds") else "livesum"
+
+
 class SharedValues:
     """The metrics of a collector in the files of this process. A thread keeps them up to date."""
 
@@ -95,8 +105,7 @@ class SharedValues:
         with _writing:
             removed = self._gauges.copy()
             for family in self._collector.collect():
-                # A ratio has no sum. Gauges of a process that has ended are left out.
-                mode = "liveall" if family.name.endswith("_ratio") else "livesum"
+                mode = _mode_of(family.name)
                 for sample in _stored(family):
                     names, labels = [*sample.labels], [*sample.labels.values()]
                     key = (sample.name, *labels)

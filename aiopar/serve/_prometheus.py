@@ -60,6 +60,7 @@ class PrometheusMetrics:
     - `store_evictions_total` (store): evicted models
     - `worker_busy_ratio` (executor, worker, device): share of time running calls, see below
     - `worker_busy_seconds_total` (executor, worker, device): time running calls
+    - `worker_call_seconds` (executor, worker, device): how long its present call has run, or 0
 
     A request is an awaited call or a stream that has begun; a call with wrong arguments is not
     counted. Each request has one outcome, as in `BatcherStats`: `answered`; `failed` (the function,
@@ -82,7 +83,7 @@ class PrometheusMetrics:
     names a folder) a thread also writes the values to that folder, every second and when the
     process ends. `prometheus_client.multiprocess.MultiProcessCollector`, and the route of
     `aiopar.asgi.install`, show the sums over all processes. `worker_busy_ratio` has a value for
-    each process, with the label `pid`.
+    each process, with the label `pid`; `worker_call_seconds` is the longest of all processes.
 
     Args:
         resources: `Batcher`, `ContinuousBatcher`, `ReplicaPool`, `ModelStore` and `DeviceExecutor`
@@ -352,6 +353,7 @@ _METRICS = (
     ("store_evictions", "Counter", "Evicted models.", ("store",)),
     ("worker_busy_ratio", "Gauge", "Share of time running calls.", _WORKER),
     ("worker_busy_seconds", "Counter", "Time running calls.", _WORKER),
+    ("worker_call_seconds", "Gauge", "How long the present call has run.", _WORKER),
 )
 
 
@@ -390,6 +392,7 @@ class _Collector:
                 ratio = self._busy_ratio(worker, busy_seconds)
                 families["worker_busy_ratio"].add_metric(which, ratio)
                 families["worker_busy_seconds"].add_metric(which, busy_seconds)
+                families["worker_call_seconds"].add_metric(which, worker.seconds_in_call)
         return families.values()
 
     # With `describe`, a registry refuses metrics that it has already.

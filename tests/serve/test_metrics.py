@@ -266,6 +266,18 @@ def test_busy_ratio_is_the_busy_share_of_the_time_since_the_last_reading(
         assert ratios() == first, "less than a second after the last reading"
 
 
+def test_seconds_of_the_present_call_show_a_stuck_worker(registry: CollectorRegistry) -> None:
+    with aiopar.DeviceExecutor(["cpu", "cpu"]) as executor, Gate() as gate:
+        PrometheusMetrics(executor, registry=registry)
+        executor.on(worker=0).submit(gate)
+        gate.wait_entered()
+        first, second = (
+            Scrape(registry).by("aiopar_worker_call_seconds", "worker") for _ in range(2)
+        )
+        assert 0 < first["0"] < second["0"]
+        assert first["1"] == second["1"] == 0
+
+
 def test_executors_with_the_same_prefix_are_numbered(registry: CollectorRegistry) -> None:
     with aiopar.DeviceExecutor(["cpu"]) as one, aiopar.DeviceExecutor(["cpu"]) as other:
         PrometheusMetrics(one, other, one, registry=registry)
@@ -332,7 +344,7 @@ def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
 def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry=registry, namespace="")
     families = Scrape(registry).families
-    assert len(families) == 21
+    assert len(families) == 22
     for name, family in families.items():
         assert family.documentation.endswith("."), name
         assert not name.endswith("_total"), "the sample of a counter has this suffix"
