@@ -79,8 +79,8 @@ def install(
     - `dashboard="/aiopar"` adds a live page for operators: requests, failures, refusals, queue,
       batch sizes and durations of each batcher; steps and parts of a `ContinuousBatcher`; models
       of a `ModelStore`; replicas, workers, and the delay of the event loop. The page shows the
-      resources of `lifespan` in this process; nothing runs while no page is open. Protect the page:
-      it has no login.
+      resources of `lifespan` in this process, and their last 15 minutes. Protect the page: it has
+      no login.
     - `DisconnectMiddleware` cancels a request that waits for a batcher when its client disconnects.
       The cleanup of the endpoint runs to its end. `install` adds it as the innermost middleware.
     - While the service drains, responses ask for their connection to be closed. The server's own
@@ -117,15 +117,15 @@ def install(
     for name, path in paths.items():
         if path is not None:
             _check_path(name, path)
+    if stuck_after is not None:
+        check_number("stuck_after", stuck_after, zero=False)
+    if service.installed:
+        raise RuntimeError("aiopar is installed on this application already")
     routes = _health_route(healthz, "alive", service.dead_reason)
     routes += _health_route(readyz, "ready", service.unready_reason)
     routes += _metrics_routes(metrics, registry)
     if dashboard is not None:
         routes += dashboard_routes(service, dashboard)
-    if stuck_after is not None:
-        check_number("stuck_after", stuck_after, zero=False)
-    if service.installed:
-        raise RuntimeError("aiopar is installed on this application already")
     app.add_middleware(_DrainMiddleware, service=service)
     app.add_middleware(_WebSocketMiddleware)
     # This middleware is the innermost, inside any task group of other middleware: a cancelled task

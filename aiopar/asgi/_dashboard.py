@@ -3,32 +3,30 @@
 import base64
 import hashlib
 import json
-import os
 import re
 import signal
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, suppress
 from importlib.resources import files
 from time import monotonic
-from typing import Any
+from typing import cast
 
-import anyio
+import anyio.to_thread
+from anyio import CapacityLimiter
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Send
 
-from ..executor._worker import Worker
-from ..serve import ModelStore, ReplicaPool
-from ..serve._base_batcher import BaseBatcher
-from ..serve._prometheus import worker_pools
+from ..serve._multiprocess_metrics import requests_of_all_processes
+from ._history import PERIOD, TICK, History, statistics
 from ._service import Service
-
-_PERIOD = 1.0  # seconds from one sample to the next
-_TICK = 0.02  # seconds from one look at the loop to the next; a shorter delay may go unseen
 
 
 def dashboard_routes(service: Service, path: str) -> Iterator[Route]:
-    """The routes of the page and of its events."""
+    """The routes of the page and of its events. A lifespan then records the history."""
+    history = History(service)
+    service.tasks.append(history.record)
     html = files(__package__).joinpath("_dashboard.html").read_text(encoding="utf-8")
     headers = {
         "cache-control": "no-cache",
@@ -43,11 +41,19 @@ def dashboard_routes(service: Service, path: str) -> Iterator[Route]:
     async def events(_: Request) -> Response:
         # nginx would hold events back in its buffer.
         unbuffered = {"cache-control": "no-store", "x-accel-buffering": "no"}
-        samples = _events(service)
-        return StreamingResponse(samples, headers=unbuffered, media_type="text/event-stream")
+        samples = _events(history, service)
+        return _EventStream(samples, headers=unbuffered, media_type="text/event-stream")
 
     yield Route(path, page, include_in_schema=False)
     yield Route(f"{path.rstrip('/')}/events", events, include_in_schema=False)
+
+
+class _EventStream(StreamingResponse):
+    """Closes its generator when the page is closed: else the garbage collector would."""
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(cast(AsyncGenerator[str, None], self.body_iterator)):
+            await super().stream_response(send)
 
 
 def _content_security_policy(html: str) -> str:
@@ -64,25 +70,31 @@ def _content_security_policy(html: str) -> str:
     )
 
 
-async def _events(service: Service) -> AsyncIterator[str]:
-    """Samples of the statistics as server-sent events, until the server shuts down.
+async def _events(history: History, service: Service) -> AsyncGenerator[str, None]:
+    """The samples as server-sent events, each a list, until the server shuts down.
 
-    A sample has the counts since the start, and the page makes rates of the differences. The server
-    waits for its connections, so an open page would hold the server up. The browser asks again
-    after `retry` milliseconds: another process may serve by then.
+    The first event has the history. The server waits for its connections, so an open page would
+    hold the server up. The browser asks again after `retry` milliseconds: another process may serve
+    by then.
     """
-    yield f"retry: {_PERIOD * 1000:.0f}\n\n"
-    delay: float | None = None  # the longest of the ticks since the latest sample
-    while True:
-        ending, sampled_at = _is_ending(service), monotonic()
-        yield f"data: {json.dumps(_statistics(service, delay))}\n\n"
-        if ending:
-            return
-        delay = 0.0
-        while monotonic() - sampled_at < _PERIOD - _TICK / 2 and not _is_ending(service):
-            due = monotonic() + _TICK
-            await anyio.sleep(_TICK)
-            delay = max(delay, monotonic() - due)
+    yield f"retry: {PERIOD * 1000:.0f}\n\n"
+    count = 0
+    while not _is_ending(service):
+        if count < history.count:
+            samples, count = ",".join(history.since(count)), history.count
+            yield f"data: [{samples}]\n\n{await _all_processes()}"
+        await anyio.sleep(TICK)
+    yield f"data: [{json.dumps(statistics(service))}]\n\n"
+
+
+async def _all_processes() -> str:
+    """An event with the requests of all server processes; empty if only this one is known."""
+    with suppress(OSError, ValueError):  # the folder of their files is not there, or not writable
+        limiter = CapacityLimiter(1)  # anyio's default one may be held by `def` endpoints that wait
+        found = await anyio.to_thread.run_sync(requests_of_all_processes, limiter=limiter)
+        if found is not None:
+            return f"event: all\ndata: {json.dumps({'at': monotonic(), **found})}\n\n"
+    return ""
 
 
 def _is_ending(service: Service) -> bool:
@@ -90,38 +102,3 @@ def _is_ending(service: Service) -> bool:
     # `lifespan` may have replaced uvicorn's handler of SIGTERM, but not that of SIGINT.
     server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
     return not service.lifespans or bool(getattr(server, "should_exit", False))
-
-
-def _statistics(service: Service, loop_delay: float | None) -> dict[str, Any]:
-    resources = service.resources
-    batchers = [one for one in resources if isinstance(one, BaseBatcher)]
-    pools = [one for one in resources if isinstance(one, ReplicaPool)]
-    pools += [one.pool for one in batchers if one.pool is not None]
-    return {
-        "at": monotonic(),
-        "pid": os.getpid(),
-        "unready": service.unready_reason(),
-        "dead": service.dead_reason(),
-        "loop_delay": loop_delay,
-        "batchers": [_batcher(one) for one in dict.fromkeys(batchers)],
-        "pools": [{"name": one.name, **asdict(one.stats())} for one in dict.fromkeys(pools)],
-        "stores": [
-            {"name": one.name, **asdict(one.stats())}
-            for one in resources
-            if isinstance(one, ModelStore)
-        ],
-        "executors": [
-            {"name": one.thread_name_prefix, "workers": [_worker(each) for each in one.workers]}
-            for one in worker_pools(resources)
-        ],
-    }
-
-
-def _batcher(batcher: BaseBatcher[Any, Any]) -> dict[str, Any]:
-    settings = batcher._settings
-    bounds = {"max_batch_size": settings.max_batch_size, "max_pending": settings.max_pending}
-    return {"name": batcher.name, **bounds, **asdict(batcher.stats())}
-
-
-def _worker(worker: Worker) -> dict[str, Any]:
-    return {**asdict(worker.stats()), "device": str(worker.device), "label": worker.label}

@@ -241,7 +241,8 @@ def lifespan(
         if first:
             service.draining, service.deadline = False, None
             # Until all resources are closed: `watch` enforces `shutdown_timeout`.
-            watching.spawn(termination.watch)
+            for task in (termination.watch, *service.tasks):
+                watching.spawn(task)
         try:
             async with opened.closing as stack:
                 for resource in _in_order(resources):

@@ -1,7 +1,7 @@
 """The state of a served application, for its health routes; the protocol of its resources."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any, cast
@@ -80,6 +80,7 @@ class Service:
         # When the shutdown must be over, by `anyio.current_time`; None: it has not begun, or has no
         # limit.
         self.deadline: float | None = None
+        self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []  # of the first lifespan
 
     def unready_reason(self) -> str | None:
         """Why the application should get no requests; None if it should get them."""

@@ -6,7 +6,7 @@ file per kind of metric. The process that is scraped reads all files.
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _INTERVAL = 1.0
+_REQUESTS = "batcher_requests"
 _writing = held_across_fork()
 
 
@@ -136,28 +137,54 @@ _all_shared_values: Registry[SharedValues] = Registry()
 def registry_of_all_processes(folder: Path) -> "CollectorRegistry":
     """A registry with the metrics of all processes, of this process as they are now."""
     from prometheus_client import CollectorRegistry
-    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+    from prometheus_client.multiprocess import MultiProcessCollector
 
-    for shared in _all_shared_values:
-        shared.start()
-        shared.write()
-    written: list[str] = []
-    for file in folder.glob("*.db"):
-        with suppress(FileNotFoundError):  # another process has just removed the file
-            # gunicorn has a hook for the end of a worker; uvicorn has none.
-            if file.name.startswith("gauge_live") and not _runs(pid := file.stem.split("_")[-1]):
-                mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
-            elif file.stat().st_size:  # 0 while a new process makes the file
-                written.append(str(file))
     collector: Any = MultiProcessCollector(None, str(folder))  # type: ignore[no-untyped-call]
     # The collector's own `collect` reads all files, and fails if a file is empty.
-    metrics = collector.merge(written)
+    metrics = _merged(folder, "*.db")
     collector.collect = lambda: metrics
     # With `auto_describe` the registry knows the names of its metrics, and can be restricted to
     # some.
     registry = CollectorRegistry(auto_describe=True)
     registry.register(collector)
     return registry
+
+
+def requests_of_all_processes() -> dict[str, float] | None:
+    """How many processes run, and the requests of their batchers by outcome.
+
+    Requests of processes that have ended count too. None if this process shares no metrics.
+    """
+    folder = shared_folder()
+    if folder is None or not any(True for _ in _all_shared_values):
+        return None
+    # A user's namespace is part of the name.
+    families = [one for one in _merged(folder, "counter_*.db") if one.name.endswith(_REQUESTS)]
+    found: dict[str, float] = {}
+    for sample in families[0].samples if families else ():
+        outcome = sample.labels["outcome"]
+        found[outcome] = found.get(outcome, 0.0) + sample.value
+    running = {file.stem.split("_")[-1] for file in folder.glob("counter_*.db")}
+    return {"processes": sum(map(_runs, running)), **found}
+
+
+def _merged(folder: Path, pattern: str) -> Iterable["Metric"]:
+    """The metrics in these files, of all processes."""
+    from prometheus_client.multiprocess import MultiProcessCollector, mark_process_dead
+
+    for shared in _all_shared_values:
+        shared.start()
+        shared.write()
+    written: list[str] = []
+    for file in folder.glob(pattern):
+        with suppress(FileNotFoundError):  # another process has just removed the file
+            # gunicorn has a hook for the end of a worker; uvicorn has none.
+            if file.name.startswith("gauge_live") and not _runs(pid := file.stem.split("_")[-1]):
+                mark_process_dead(pid, str(folder))  # type: ignore[no-untyped-call]
+            elif file.stat().st_size:  # 0 while a new process makes the file
+                written.append(str(file))
+    merged: Iterable[Metric] = MultiProcessCollector.merge(written)  # type: ignore[no-untyped-call]
+    return merged
 
 
 def _runs(pid: str) -> bool:

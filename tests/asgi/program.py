@@ -256,6 +256,25 @@ def serve_under_load(options: Options) -> None:
     _serve(app, options.loop)
 
 
+def serve_failing(options: Options) -> None:
+    """Serve a batcher whose every request raises, until SIGTERM."""
+
+    def fail(batch: list[int]) -> list[int]:
+        raise ValueError(f"<b>no</b>{batch[1:] or ''}")
+
+    batcher = aiopar.Batcher(fail, collate_fn=list, name="failing")
+
+    async def call(_: Request) -> Response:
+        return JSONResponse(await batcher(1))
+
+    app = Starlette(
+        routes=[Route("/call", call, methods=["POST"])],
+        lifespan=lifespan(batcher, drain_delay=options.drain_delay),
+    )
+    install(app, dashboard="/aiopar")
+    _serve(app, options.loop)
+
+
 def terminate_without_server(backend: str, *, handlers: bool) -> None:
     """Run a lifespan without a server, and raise SIGTERM in it."""
 

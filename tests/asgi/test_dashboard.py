@@ -1,4 +1,4 @@
-"""The live page's events: what they say, and that nothing runs while no page is open."""
+"""The live page's events: what they say, and the history that the process keeps."""
 
 import base64
 import hashlib
@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.types import Message
 
 import aiopar
-from aiopar.asgi import Resource, install, lifespan
+from aiopar.asgi import Resource, _history, install, lifespan
 from aiopar.testing import Gate
 from tests.serve.steppers import Counting, Item
 
@@ -38,7 +38,8 @@ class _Page(Wire):
     @property
     def samples(self) -> list[dict[str, Any]]:
         text = b"".join(message.get("body", b"") for message in self.sent).decode()
-        return [json.loads(line) for line in re.findall(r"^data: (.*)$", text, re.MULTILINE)]
+        events = [json.loads(line) for line in re.findall(r"^data: (.*)$", text, re.MULTILINE)]
+        return [sample for event in events for sample in event]
 
     async def send(self, message: Message) -> None:
         await super().send(message)
@@ -49,6 +50,12 @@ class _Page(Wire):
         await self._until(lambda: len(self.samples) >= count)
         return self.samples
 
+    async def sample(self) -> dict[str, Any]:
+        """Wait for a sample that is taken from now on."""
+        now = time.monotonic()
+        await self._until(lambda: bool(self.samples) and self.samples[-1]["at"] > now)
+        return self.samples[-1]
+
 
 class _Counted:
     """A resource that counts how often it is asked whether it is ready: once per sample."""
@@ -57,11 +64,20 @@ class _Counted:
 
     def __init__(self) -> None:
         self.asked = -1  # `lifespan` asks too, when it checks its arguments
+        self.news = anyio.Event()
 
     @property
     def ready(self) -> bool:
         self.asked += 1
+        self.news.set()
         return True
+
+    async def sampled(self, count: int) -> None:
+        """Wait until so many more samples are taken."""
+        count += self.asked
+        while self.asked < count:
+            self.news = anyio.Event()
+            await self.news.wait()
 
     async def __aenter__(self) -> None:
         await anyio.lowlevel.checkpoint()
@@ -123,7 +139,7 @@ async def test_events_are_the_statistics() -> None:
             await batcher(torch.ones(3))
         await steps(Item("one"))
         async with _open(app) as page:
-            (sample,) = await page.sampled(1)
+            sample = await page.sample()
         assert sample["batchers"] == [
             {
                 "name": name,
@@ -142,7 +158,9 @@ async def test_events_are_the_statistics() -> None:
         assert sum(one["completed"] for one in shown["workers"]) == sum(
             one.completed for one in executor.stats().workers
         )
-        assert sample["unready"] is sample["dead"] is sample["loop_delay"] is None
+        assert sample["unready"] is sample["dead"] is sample["parent"] is None
+        assert 0 <= sample["loop_delay"] < 60
+        assert time.time() - 60 < sample["time"] <= time.time()
 
 
 @pytest.mark.anyio
@@ -170,7 +188,7 @@ async def test_models_of_a_store_are_shown_while_they_are_loaded() -> None:
             await use("ant")
             await use("bee")
             async with _open(app) as page:
-                (sample,) = await page.sampled(1)
+                sample = await page.sample()
             assert sample["stores"] == [
                 {"name": "zoo", **json.loads(json.dumps(asdict(store.stats())))}
             ]
@@ -185,19 +203,77 @@ async def test_models_of_a_store_are_shown_while_they_are_loaded() -> None:
     assert store.stats().models == ()
 
 
-@pytest.mark.asyncio  # trio in the tests above and below: this one takes three seconds
-async def test_samples_end_with_their_page() -> None:
-    first, second = _Counted(), _Counted()
-    app, other = await _app(first), await _app(second)
-    async with app.router.lifespan_context(app), other.router.lifespan_context(other):
-        assert first.asked == 0
+def _fail(items: list[int]) -> list[int]:
+    raise ArithmeticError(f"cannot add {len(items)}")
+
+
+@pytest.mark.anyio
+async def test_history_is_kept_while_no_page_is_open() -> None:
+    watched, broken = _Counted(), aiopar.Batcher(_fail, collate_fn=list)
+    app = await _app(watched, broken)
+    async with app.router.lifespan_context(app):
+        await watched.sampled(1)
+        with pytest.raises(ArithmeticError):
+            await broken(1)
+        await watched.sampled(1)
+        async with _open(app) as first, _open(app) as second:
+            history = await first.sampled(2)
+            (before,), (after,) = history[0]["batchers"], history[-1]["batchers"]
+            assert [before["failed"], after["failed"]] == [0, 1]
+            assert before["last_error"] is None
+            assert after["last_error"]["text"] == "ArithmeticError: cannot add 1"
+            # The pages get the same samples.
+            await watched.sampled(1)
+            shared = await second.sampled(watched.asked)
+            assert await first.sampled(watched.asked) == shared
+            assert len(shared) == watched.asked
+    asked = watched.asked
+    await anyio.wait_all_tasks_blocked()
+    assert watched.asked == asked
+
+
+@pytest.mark.asyncio
+async def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_history, "PERIOD", 0.0005)
+    monkeypatch.setattr(_history, "TICK", 0.0005)
+    watched = _Counted()
+    app = await _app(watched)
+    async with app.router.lifespan_context(app):
+        await watched.sampled(1100)
         async with _open(app) as page:
-            await page.sampled(2)
-        assert first.asked == 2
-        # While the page of another application gets two samples, one more would have been taken.
-        async with _open(other) as page:
-            await page.sampled(3)
-        assert first.asked == 2
+            await page.sampled(1)
+            event = page.sent[2]["body"]
+    # Two minutes of each second, and 13 of each fifth.
+    assert event.startswith(b"data: [{")
+    assert len(json.loads(event[6:])) in (120 + 13 * 12, 120 + 13 * 12 + 1)
+
+
+class _Unsound(_Counted):
+    """A resource whose property raises for a while."""
+
+    error: Exception | None = None
+
+    @property
+    def ready(self) -> bool:
+        if super().ready and self.error is not None:
+            raise self.error
+        return True
+
+
+@pytest.mark.anyio
+async def test_samples_go_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    resource = _Unsound()
+    app = await _app(resource)
+    async with app.router.lifespan_context(app):
+        await resource.sampled(1)
+        resource.error = OSError("not now")
+        await resource.sampled(2)
+        resource.error = None
+        async with _open(app) as page:
+            assert (await page.sample())["unready"] is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "the live page has no sample of this second"
+    ]
 
 
 @pytest.mark.asyncio
@@ -208,7 +284,7 @@ async def test_delay_of_the_loop_is_measured() -> None:
         await page.sampled(1)
         await anyio.wait_all_tasks_blocked()
         time.sleep(0.3)  # noqa: ASYNC251
-        _, sample = await page.sampled(2)
+        sample = await page.sample()
         assert sample["loop_delay"] > 0.2
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, expect
 
-from .program import serve_under_load
+from .program import serve_failing, serve_under_load
 from .served import Served
 
 pytestmark = pytest.mark.timeout(140)
@@ -53,9 +53,13 @@ def test_page_shows_a_service_under_load_until_its_end(browser: Browser) -> None
         asked: list[str] = []
         page.on("request", lambda request: asked.append(request.url))
         page.goto(url)
-        expect(page.get_by_role("status")).to_have_text("Ready")
+        expect(page.get_by_role("status")).to_have_text("Ready, but requests fail and are refused")
         for title in ("Answered", "Failed", "Refused"):
-            expect(_card(page, title).locator(".value")).to_have_text(re.compile("^[1-9]"))
+            # A number, and not 0: few fail.
+            expect(_card(page, title).locator(".value")).to_have_text(re.compile(r"^[\d.]*[1-9]"))
+        expect(_card(page, "Busy workers").locator(".value")).to_have_text(
+            re.compile(r"^[1-4](\.\d)? of 4$")
+        )
         expect(page.get_by_role("heading", name="Batcher classifier")).to_be_visible()
         expect(_card(page, "Batch size")).to_contain_text(re.compile(r"\d per batch, at most 8"))
         expect(_card(page, "Queue")).to_contain_text("At 16 it is full")
@@ -96,9 +100,13 @@ def _batcher(**changes: Any) -> dict[str, Any]:
         "max_pending": 1000,
         "queued": 0,
         "in_flight": 0,
+        "submitted": 0,
         "answered": 0,
         "failed": 0,
         "refused": {},
+        "expired": 0,
+        "cancelled": 0,
+        "last_error": None,
         "batch_sizes": {},
         "queue_wait": _SECONDS,
         "compute": _SECONDS,
@@ -123,7 +131,9 @@ def _worker(label: str, **changes: Any) -> dict[str, Any]:
 def _sample(at: float, **changes: Any) -> dict[str, Any]:
     return {
         "at": at,
+        "time": 1_700_000_000 + at,
         "pid": 7,
+        "parent": None,
         "unready": None,
         "dead": None,
         "loop_delay": 0.0012,
@@ -134,15 +144,24 @@ def _sample(at: float, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+def _events(*samples: dict[str, Any]) -> str:
+    return f"data: {json.dumps(samples)}\n\n"
+
+
 def _show(page: Page, served: Served, *samples: dict[str, Any]) -> None:
-    events = "".join(f"data: {json.dumps(sample)}\n\n" for sample in samples)
+    _answer(page, served, _events(*samples))
+
+
+def _answer(page: Page, served: Served, *connections: str) -> None:
+    """Open a page whose connections get these events, one after the other."""
+    answers = [f"retry: 100\n\n{events}" for events in connections]
+    answers[-1] = f"retry: 1000000\n\n{connections[-1]}"
     page.route(
         "**/events",
-        lambda route: route.fulfill(
-            body=f"retry: 1000000\n\n{events}", content_type="text/event-stream"
-        ),
+        lambda route: route.fulfill(body=answers.pop(0), content_type="text/event-stream"),
     )
     page.goto(f"http://127.0.0.1:{served.port}/aiopar")
+    expect(page.locator(".tiles")).to_be_visible()
 
 
 def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) -> None:
@@ -155,19 +174,33 @@ def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) ->
         answered=160,
         failed=4,
         refused={"queue_full": 9, "max_wait": 1},
+        expired=2,
+        cancelled=1,
         batch_sizes={"1": 20, "4": 15},
     )
     _show(page, served, _sample(10, batchers=[before]), _sample(12, batchers=[after]))
     expect(_card(page, "Answered").locator(".value")).to_have_text("30")
-    expect(_card(page, "Failed").locator(".value")).to_have_text("0.5")
-    expect(_card(page, "Refused").locator(".value")).to_have_text("2.5")
+    # Of 68 requests that have ended, without the one whose caller left.
+    expect(_card(page, "Failed")).to_have_text(re.compile(r"0\.5per second, 1\s% of all$"))
+    expect(_card(page, "Refused")).to_have_text(re.compile(r"2\.5per second, 7\s% of all$"))
+    expect(_card(page, "Expired")).to_have_text(re.compile(r"1per second, 3\s% of all$"))
+    expect(page.get_by_role("status")).to_have_text(
+        "Ready, but requests fail, are refused, and expire"
+    )
     expect(_card(page, "Waiting").locator(".value")).to_have_text("3")
     expect(_card(page, "Loop delay").locator(".value").first).to_have_text("1.2 ms")
-    assert _card(page, "Requests").locator(".value").all_inner_texts() == ["30/s", "0.5/s", "2.5/s"]
+    assert _card(page, "Requests").locator(".value").all_inner_texts() == [
+        "30/s",
+        "0.5/s",
+        "2.5/s",
+        "1/s",
+    ]
     assert _card(page, "Requests").locator("li").all_inner_texts() == [
         "4 failed so far",
         "9 refused so far: the queue was full",
         "1 refused so far: they would have waited longer than max_wait",
+        "2 expired so far",
+        "1 cancelled so far: the callers left",
     ]
     assert _card(page, "Queue").locator(".value").all_inner_texts() == ["3", "8"]
     expect(_card(page, "Batch size").locator(".value")).to_have_text("2.5")  # 10 of 1, 10 of 4
@@ -179,6 +212,34 @@ def test_rates_are_the_differences_of_two_samples(page: Page, served: Served) ->
     times = ["0.5 ms", "20 ms", "1.5 s"]
     assert _card(page, "Waiting time").locator(".value").all_inner_texts() == times
     assert _card(page, "Batch time").locator(".value").all_inner_texts() == times
+
+
+def test_failures_are_shown_at_once_and_stay_in_the_history(browser: Browser) -> None:
+    """Every request of a batcher raises, and nobody looks; a page is opened later."""
+    with Served(serve_failing) as served:
+        page = browser.new_page(viewport={"width": 390, "height": 844})
+        assert [served.post("/call").status_code for _ in range(3)] == [500, 500, 500]
+        page.goto(f"http://127.0.0.1:{served.port}/aiopar")
+        expect(page.get_by_role("status")).to_have_text("Ready, but requests fail")
+        failed = _card(page, "Failed")
+        expect(failed.locator(".value.bad")).to_have_text(re.compile(r"^[\d.]*[1-9]$"))
+        expect(failed).to_contain_text(re.compile(r"per second, 100\s% of all"))
+        error = page.locator(".error")
+        expect(error).to_contain_text(re.compile(r"^Last error, .*: ValueError: <b>no</b>$"))
+        assert error.locator("b").count() == 0
+        expect(_card(page, "Requests")).to_contain_text("3 failed so far")
+        line = _card(page, "Requests").locator("path.bad")
+        expect(line).to_have_attribute("d", re.compile("M.*L"))
+        assert _width(page) == 390
+
+        # The failures are over, and the page still shows them; another page does too.
+        expect(page.get_by_role("status")).to_have_text("Ready")
+        expect(failed.locator(".value")).to_have_text("0")
+        expect(line).to_have_attribute("d", re.compile("M.*L"))
+        page.reload()
+        expect(line).to_have_attribute("d", re.compile("M.*L"))
+        expect(error).to_contain_text(" s ago (")
+        page.close()
 
 
 def test_steps_of_a_continuous_batcher(page: Page, served: Served) -> None:
@@ -205,11 +266,61 @@ def test_steps_of_a_continuous_batcher(page: Page, served: Served) -> None:
     expect(_card(page, "Steps by size")).to_contain_text("steps in the time of the charts")
 
 
-def test_counts_of_another_process_make_no_rates(page: Page, served: Served) -> None:
+def test_another_process_shows_its_own_history(page: Page, served: Served) -> None:
     first = _sample(10, batchers=[_batcher(answered=100)])
-    _show(page, served, first, _sample(12, pid=8, batchers=[_batcher(answered=160)]))
-    expect(page.locator("#process")).to_contain_text("process 8")
+    other = _sample(12, pid=8, parent=6, batchers=[_batcher(answered=160)])
+    _answer(page, served, _events(first), _events(other))
+    expect(page.locator("#process")).to_contain_text("process 8, a child of process 6: if that has")
     expect(_card(page, "Answered").locator(".value")).to_have_text("\u2013")
+
+
+def test_requests_of_all_processes(page: Page, served: Served) -> None:
+    def event(at: float, **outcomes: float) -> str:
+        found = {"at": at, "processes": 3, "answered": 0, "failed": 0, "refused": 0, "expired": 0}
+        return f"event: all\ndata: {json.dumps(found | outcomes)}\n\n"
+
+    totals = event(10, answered=5) + event(12, answered=105, failed=9)
+    _answer(page, served, _events(_sample(10), _sample(12)) + totals)
+    expect(page.locator("#process")).to_contain_text("process 7 of 3: another one may answer")
+    card = _card(page, "Requests of all processes")
+    expect(card.locator(".value").first).to_have_text("50/s")
+    expect(card.locator(".value").nth(1)).to_have_text("4.5/s")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"expired": 1}, {"expired": 1, "refused": {"closed": 1}}],
+    ids=["5 tiles", "6 tiles", "7 tiles"],
+)
+def test_no_tile_is_alone_in_its_row(page: Page, served: Served, changes: dict[str, Any]) -> None:
+    after = _sample(12, batchers=[_batcher(**changes)])
+    _show(page, served, _sample(10, batchers=[_batcher()]), after)
+    tiles = page.locator(".tiles > *")
+    expect(tiles).to_have_count(5 + len(changes))
+    for width in (390, 768, 1280):
+        page.set_viewport_size({"width": width, "height": 844})
+        rows = tiles.evaluate_all("all => all.map((one) => one.offsetTop)")
+        assert rows.count(rows[-1]) > 1
+        assert _width(page) == width
+
+
+def test_tiles_are_averages_of_the_latest_seconds(page: Page, served: Served) -> None:
+    def sample(at: float, answered: int, busy: float) -> dict[str, Any]:
+        workers = [_worker("cpu", completed=answered, busy_seconds=busy), _worker("cpu")]
+        executors = [{"name": "aiopar", "workers": workers}]
+        return _sample(at, batchers=[_batcher(answered=answered)], executors=executors)
+
+    _show(
+        page,
+        served,
+        sample(10, 0, 0),
+        sample(20, 900, 9),
+        sample(26, 960, 9.6),
+        sample(30, 1000, 12),
+    )
+    # In the latest 10 seconds no worker was busy when a sample was taken.
+    expect(_card(page, "Answered").locator(".value")).to_have_text("10")
+    expect(_card(page, "Busy workers").locator(".value")).to_have_text("0.3 of 2")
 
 
 def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> None:
@@ -246,15 +357,14 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
     # 51 calls in 7 seconds
     assert first.locator(".facts span").all_inner_texts() == [
         "7.3/s calls",
-        "2 in flight",
-        "1 failed",
+        "2 in flight now",
+        "1 failed so far",
     ]
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("Being rebuilt")
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("rebuilt 2 times")
     expect(_card(page, "Replica 2, cuda:1")).to_contain_text("Device lost")
     for title, share in (("Worker 0, process:0/cpu", "0"), ("Worker 1, cpu", "100")):
         expect(_card(page, title).locator(".value")).to_have_text(re.compile(rf"^{share}\s%$"))
-        expect(_card(page, title)).to_contain_text("Idle" if share == "0" else "Busy")
     expect(_card(page, "Worker 0, process:0/cpu")).to_contain_text("process 4242 on alpha")
 
 
