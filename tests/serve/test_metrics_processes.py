@@ -1,5 +1,7 @@
 """`PrometheusMetrics` in several processes, through prometheus-client's multiprocess mode."""
 
+import itertools
+import json
 import os
 import signal
 import socket
@@ -36,7 +38,7 @@ pool = aiopar.ReplicaPool(torch.nn.Linear(4, 2), ["cpu"], name="tiny")
 batcher = aiopar.Batcher(pool)
 metrics = PrometheusMetrics(batcher, pool)
 app = FastAPI(lifespan=lifespan(batcher, pool))
-install(app)
+install(app, dashboard="/aiopar")
 
 @app.get("/run")
 async def run() -> int:
@@ -91,6 +93,20 @@ class Served:
                 found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
         return found
 
+    def live(self) -> dict[str, Any]:
+        """What the live page gets: a process, and the requests of all processes."""
+        events = httpx2.stream(
+            "GET", f"http://127.0.0.1:{self.port}/aiopar/events", timeout=PATIENCE
+        )
+        with events as response:
+            data = [
+                line[6:]
+                for line in itertools.islice(response.iter_lines(), 6)
+                if line[:6] == "data: "
+            ]
+        shown: dict[str, Any] = json.loads(data[0])[-1]
+        return shown | {"all": json.loads(data[1])}
+
 
 def _registry(folder: Path) -> CollectorRegistry:
     """The metrics of all processes, as without aiopar."""
@@ -141,6 +157,12 @@ def test_one_scrape_has_the_metrics_of_all_workers(served: Served) -> None:
     assert found["aiopar_batcher_batch_size_sum"][batcher] == len(pids)
     assert found["aiopar_batcher_queue_length"][batcher] == 0
     assert set(served.scrape(f"?name[]={requests}")) == {requests}
+
+    shown = served.live()
+    assert shown["pid"] in pids
+    assert shown["parent"] == served.process.pid
+    outcomes = {"answered": len(pids), "failed": 0, "refused": 0, "expired": 0, "cancelled": 0}
+    assert shown["all"] == {"at": shown["all"]["at"], "processes": 2, **outcomes}
 
     # A new worker takes the place of a dead one. Counts stay, gauges of the dead worker go.
     os.kill(pids[0], signal.SIGKILL)
