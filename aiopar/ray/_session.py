@@ -4,6 +4,7 @@ import ctypes
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -67,6 +68,7 @@ class Session(threading.Thread):
             logger.info("Ray: the program has joined %s", _cluster())
             return False
         with _sigterm_kept(), _warned_if_slow(self._address):
+            self._await_cluster()
             context: Any = ray.init(
                 self._address,
                 namespace=NAMESPACE,
@@ -77,6 +79,17 @@ class Session(threading.Thread):
         started = context.address_info["session_dir"].endswith(f"_{os.getpid()}")
         logger.info("Ray: started %s" if started else "Ray: joined %s", _cluster())
         return True
+
+    def _await_cluster(self) -> None:
+        """Wait until somebody listens at the address: a program that ends in `ray.init` aborts."""
+        host, _, port = (_given(self._address) or "").rpartition(":")
+        while host and port.isdecimal():  # else a URL, or a word such as "local"
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_PERIOD).close()
+                return
+            except OSError:
+                if self._stopping.wait(_PERIOD):
+                    raise
 
     @property
     def failed(self) -> bool:
@@ -123,10 +136,14 @@ def _cluster() -> str:
     return f"the cluster at {ray.get_runtime_context().gcs_address}"
 
 
+def _given(address: str | None) -> str | None:
+    return os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
+
+
 @contextmanager
 def _warned_if_slow(address: str | None) -> Iterator[None]:
     """Warn if Ray is not joined soon: `ray.init` waits for a cluster without a limit."""
-    given = os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
+    given = _given(address)
     if given == "local":  # it takes seconds to start one
         yield
         return

@@ -56,6 +56,7 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
         print(type(error) is Failed, type(error.args[1]) is Point)
     print(ray.is_initialized(), threading.active_count())
 
+    aiopar.ray._link._GIVES_UP_AFTER = 200.0  # a busy machine starts Ray slowly
     executor = aiopar.ray.RayExecutor(1, address="local")  # a new Ray, which nobody closes
     queued = [executor.submit(pow, number, 2) for number in range(5)]
     queued[-1].add_done_callback(lambda future: print(future.result(), flush=True))
