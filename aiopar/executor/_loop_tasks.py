@@ -119,12 +119,16 @@ class Tasks:
     def shield(self) -> None:
         """Shield the calling task from `cancel` and from the end of the trio run."""
         on_trio = self._loop is None
+        task: Any
         task = sys.modules["trio"].lowlevel.current_task() if on_trio else asyncio.current_task()
         _, inner = self._running.get(task, (None, None))
         if inner is not None:
             inner.shield = True
         elif task in self._running:  # a scope of anyio would keep the task of a closed loop forever
             self._running[task] = (lambda: None), None
+            # A task group of asyncio would cancel the task once more, since CPython 3.13.
+            while task.uncancel():
+                pass
 
     @staticmethod
     def must_propagate(error: BaseException) -> bool:
