@@ -37,10 +37,16 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 nitpicky = True
 # Type variables, and private types in signatures. All other names of aiopar must be public ones.
 nitpick_ignore_regex = [("py:class", r"aiopar\..*\b_.*")]
+
+# Code has a button that copies it, without prompts and outputs. What programs print has none.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 
 # Markdown: anchors as GitHub makes them, and its diagrams.
 myst_heading_anchors = 4

@@ -146,6 +146,17 @@ def test_code_fits_into_its_box(page: Page, site: Path) -> None:
     assert _wider_than_their_box(page, site, 1280, "pre") == []
 
 
+def test_a_button_copies_code_without_prompts(page: Page, site: Path) -> None:
+    page.goto((site / "api" / "testing.html").as_uri())
+    example = page.locator(".doctest").first
+    example.hover()
+    example.get_by_role("button", name="Copy").click()
+    search = page.get_by_role("textbox", name="Search")
+    search.press("Control+V")
+    expect(search).to_have_value(re.compile("^import "))
+    assert ">>>" not in search.input_value()
+
+
 def test_no_class_has_an_empty_list_of_bases(site: Path) -> None:
     pages = [page.read_text() for page in (site / "api").glob("*.html")]
     assert any("<p>Bases: " in page for page in pages)
