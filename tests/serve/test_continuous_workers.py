@@ -19,7 +19,7 @@ from aiopar.testing import Gate
 from tests.home import AtHome, place
 from tests.workers import Workers
 
-from .batches import Bad, current_executor, outcomes_of, until
+from .batches import Bad, current_executor, outcomes_in, outcomes_of, until
 from .replicas import BadInput, Fragile, Scale, break_copy, in_service, open_pool
 from .steppers import Counting, Item, Resuming, State
 from .streams import ENDLESS, Readers, idle, read_all, reading
@@ -151,6 +151,8 @@ async def test_a_killed_process(resumes: bool) -> None:
             assert isinstance(readers.outcomes[seen], aiopar.WorkerLost)
         stats = readers.batcher.stats()
         assert (stats.queued, stats.in_flight) == (0, 0)
+        counted = {"answered": 3} if resumes else {"answered": 2, "failed": 1}
+        assert outcomes_in(stats) == counted, "a request that runs again counts once"
 
 
 async def test_a_process_that_is_lost_while_nobody_reads() -> None:
