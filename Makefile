@@ -3,6 +3,7 @@
 #   make PYTHON=python3.13 install      builds .venv with another interpreter (3.11 or newer)
 #   make TORCH_INDEX=https://download.pytorch.org/whl/cu130 install   takes torch from there
 #   make test PYTEST_ARGS="-k fork"     passes arguments to pytest
+#   make PYTHON=python3.13t test-freethreaded   runs what can run without a GIL
 #   make bench BENCH_ARGS="--pairs 31"  passes arguments to the benchmarks: --help lists them
 #   make serve PORT=9000 HOST=0.0.0.0   serves on another port, and for other machines too
 #   make serve WORKERS=processes        replicas run in processes; WORKERS=ray: in Ray actors
@@ -31,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo serve chat test test-all test-host test-sim lint format docs docs-serve bench bench-all dist clean
+.PHONY: help install demo serve chat test test-all test-host test-sim test-freethreaded lint format docs docs-serve bench bench-all dist clean
 
 help: ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(firstword $(MAKEFILE_LIST)) | expand -t 12
@@ -96,6 +97,24 @@ test-host: $(INSTALLED)
 
 test-sim: $(INSTALLED)
 	$(BIN)/python -m pytest -m sim -o testpaths=tests $(PYTEST_ARGS) $(OR_NOTHING)
+
+# Without a GIL. Ray, uvloop, transformers and others have no wheels for such a Python, and the newest
+# pydantic-core and hypothesis have sources only, in Rust: so without constraints.txt.
+FREE := build/freethreaded
+FREE_INSTALLED := $(FREE)/.installed
+FREE_PIP = $(FREE)/bin/python -m pip install --prefer-binary --only-binary hypothesis,pydantic-core,torch
+
+$(FREE_INSTALLED): pyproject.toml
+	$(make_environment)
+	@$(FREE)/bin/python -c 'import sys, sysconfig; sysconfig.get_config_var("Py_GIL_DISABLED") or sys.exit("this Python needs a GIL: make PYTHON=python3.13t test-freethreaded")'
+	$(FREE_PIP) --no-deps --timeout 15 --retries 1 $(TORCH_INDEX:%=--extra-index-url %) torch
+	$(FREE_PIP) --editable ".[fastapi,metrics,progress,tracing,trio]" blockbuster httpx2 hypothesis numpy \
+		opentelemetry-sdk playwright psutil pytest pytest-asyncio pytest-timeout pytest-xdist setuptools sybil
+	@touch $@
+
+test-freethreaded: $(FREE_INSTALLED) ## run the suite for the CPU without a GIL, but for what has no wheels there
+	PYTHON_GIL=0 $(FREE)/bin/python -m pytest -m "not sim" $(PARALLEL) --ignore-glob "tests/remote/test_ray*" \
+		$(foreach part,_base futures executor nn train data serve asgi remote,tests/$(part)) $(PYTEST_ARGS) $(OR_NOTHING)
 
 lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
 	$(BIN)/ruff check

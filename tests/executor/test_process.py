@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests.gil import needs_gil
 from tests.programs import run, start
 
 _posix = pytest.mark.skipif(os.name != "posix", reason="needs signals")
@@ -184,6 +185,7 @@ def test_exit_after_backwards_that_failed() -> None:
         assert run(program) == (0, "", "")
 
 
+@needs_gil("else CPython destroys the object when the globals of modules are gone")
 @pytest.mark.parametrize("used", ["", "aiopar.fork(abs, -1).wait()"])
 def test_a_destructor_at_exit_cannot_submit(used: str) -> None:
     program = f"""
@@ -257,6 +259,7 @@ def test_ctrl_c(what: str) -> None:
     assert (code, lines, err) == (0, ["cleaned up", "interrupted"], "")
 
 
+@needs_gil("else CPython may see Ctrl-C only when the wait ends, if it comes just before the wait")
 @_posix
 def test_ctrl_c_while_blocked() -> None:
     with start(

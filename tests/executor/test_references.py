@@ -12,7 +12,7 @@ import pytest
 
 import aiopar
 from aiopar.testing import Gate
-from tests.freeing import without_gc
+from tests.freeing import collect_without_gil, without_gc
 
 
 class Thing:
@@ -47,6 +47,7 @@ def _watched(things: list[Thing]) -> list[Callable[[], object]]:
 
 
 def _alive(references: list[Callable[[], object]]) -> list[int]:
+    collect_without_gil()
     return [place for place, reference in enumerate(references) if reference() is not None]
 
 

@@ -15,7 +15,7 @@ import torch
 import aiopar
 from aiopar import Future
 from aiopar.testing import Gate
-from tests.freeing import survivors, without_gc
+from tests.freeing import collect_without_gil, survivors, without_gc
 
 
 @pytest.fixture
@@ -84,6 +84,7 @@ async def test_an_awaited_error_is_freed_with_its_references(way: str, done: boo
             await await_first
             del failing, future
             await executor.submit(str)
+            collect_without_gil()
             assert [ref() for ref in left] == [None] * 3
 
 
