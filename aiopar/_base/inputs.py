@@ -44,7 +44,9 @@ def call_module(
         try:
             _bind(module, inputs[0])
         except TypeError as error:
-            refused = f" (no keyword arguments: {error})"
+            # The error names a key.
+            why = _cut(str(error)) if all(map(is_name, inputs[0])) else "a key is no name"
+            refused = f" (no keyword arguments: {why})"
         else:
             kwargs, inputs = inputs[0], ()
     try:
@@ -179,6 +181,10 @@ def _tensor(name: str, rows: Any) -> str:
     return f"{name} {dtype} {shape}" + (f" on {rows.device}" if rows.device.type != "cpu" else "")
 
 
+def is_name(key: Any) -> bool:
+    """Whether a key is a name. Any other key may be private data, and is not shown."""
+    return isinstance(key, str) and key.isidentifier()
+
+
 def _key(key: Any) -> str:
-    """A key that is a name; else its type, because the key may be private data."""
-    return key if isinstance(key, str) and key.isidentifier() else f"a {type(key).__name__}"
+    return key if is_name(key) else f"a {type(key).__name__}"

@@ -3,6 +3,7 @@
 import contextvars
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -76,8 +77,9 @@ def encode(
     try:
         return encoder.encode(obj), encoder.kept
     except BaseException as error:
-        for note in notes_on(error, parts(obj), make):
-            add_note_once(error, note)
+        with suppress(Exception):  # of a user's class: it must not hide the error
+            for note in notes_on(error, parts(obj), make):
+                add_note_once(error, note)
         raise
     finally:
         del obj, encoder  # an error's traceback holds this frame

@@ -3,6 +3,7 @@
 import inspect
 import io
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import FunctionType, GeneratorType, MethodType
@@ -11,9 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._base.arguments import name_of, unwrapped
+from .._base.inputs import is_name
 from ._wire import Encoder
 
 _CANNOT = " cannot be pickled"
+# The search pickles a part once for each level above it, so it stays linear in the size of a call.
+_MOST_LEVELS = 20
+_MOST_PARTS = 10_000
+_LONGEST_PATH = 200
 
 
 def notes_on(
@@ -26,7 +32,11 @@ def notes_on(
     if any(_CANNOT in note for note in getattr(error, "__notes__", ())):
         return
     for name, part in parts:
-        if not can(make().encode, part):
+        if can(make().encode, part):
+            continue
+        if RecursionError in (type(error), type(error.__cause__)):  # cloudpickle replaces it
+            yield f"{name} ({type(part).__name__}){_CANNOT}: it is nested too deeply"
+        else:
             path, innermost = _innermost(part, make)
             yield f"{name}{path} ({type(innermost).__name__}){_CANNOT}{_instead(innermost)}"
 
@@ -49,21 +59,27 @@ def title(fn: Any) -> str:
 
 def _innermost(obj: Any, make: Callable[[], Encoder]) -> tuple[str, Any]:
     """The innermost part of `obj` that cannot be pickled, and the path to it."""
-    path, seen = "", {id(obj)}
-    parts = _parts(obj)
-    while parts:
-        name, part = parts.pop(0)
-        if id(part) not in seen and not can(make().encode, part):
+    path, seen, left = "", {id(obj)}, iter(range(_MOST_PARTS))
+    with suppress(Exception):  # of a user's class: what has been found is named
+        for _ in range(_MOST_LEVELS):
+            found = (
+                one
+                for one, _ in zip(_parts(obj), left, strict=False)
+                if id(one[1]) not in seen and not can(make().encode, one[1])
+            )
+            name, part = next(found, ("", obj))
+            if part is obj:
+                break
             seen.add(id(part))
-            path, obj, parts = path + name, part, _parts(part)
-    return path, obj
+            path, obj = path + name, part
+    return path if len(path) <= _LONGEST_PATH else f"{path[:_LONGEST_PATH]} ...", obj
 
 
-def _parts(obj: Any) -> list[tuple[str, Any]]:
+def _parts(obj: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(obj, dict):
-        return [(f"[{key!r}]", value) for key, value in obj.items()]
+        return ((_item(key), value) for key, value in obj.items())
     if isinstance(obj, list | tuple | set | frozenset):
-        return [(f"[{index}]", value) for index, value in enumerate(obj)]
+        return ((f"[{index}]", value) for index, value in enumerate(obj))
     if isinstance(obj, FunctionType):
         return [(f", variable {name}", value) for name, value in _variables(obj).items()]
     if isinstance(obj, MethodType):
@@ -76,6 +92,10 @@ def _parts(obj: Any) -> list[tuple[str, Any]]:
         (f"[{name}]" if name.isdigit() else f".{name}", part)  # of a Sequential: `[1]`
         for name, part in parts.items()
     ]
+
+
+def _item(key: Any) -> str:
+    return f"[{key!r}]" if is_name(key) else f"[a {type(key).__name__}]"  # may be private
 
 
 def _variables(fn: FunctionType) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.home import elsewhere
 from tests.workers import Workers
 
 ON_RAY = True
-FAILURES = (TypeError, AttributeError, RuntimeError, ValueError, pickle.PicklingError)
+FAILURES = (TypeError, AttributeError, RuntimeError, ValueError, LookupError, pickle.PicklingError)
 
 NAME = "give the name of the file, and open the file in the worker"
 MAKE = "make it in the worker, when it is first used"
@@ -48,6 +48,22 @@ class Partly(Holder):
 @dataclass(slots=True)
 class Slotted:
     lock: Any = field(default_factory=threading.Lock)
+
+
+class Hostile(dict[str, Any]):
+    """Its `items`, of a user's class, fails while the part is searched."""
+
+    def items(self) -> Any:
+        raise LookupError
+
+
+class Counted:
+    """Counts how often it is pickled."""
+
+    count = 0
+
+    def __getstate__(self) -> None:
+        Counted.count += 1
 
 
 def take(*_: object, **__: object) -> None:
@@ -85,6 +101,7 @@ def calls(file: Any, connection: Any) -> list[tuple[Callable[..., Any], tuple[An
     """Functions and arguments, what is named, and what to do instead."""
     return [
         (take, (1, [2, {"key": LOCK}]), "argument 2[1]['key'] (lock)", MAKE),
+        (take, ({"4111 1111": LOCK},), "argument 1[a str] (lock)", MAKE),  # not the private key
         (take, (Holder(inner=Holder(local=LOCK)),), "argument 1.inner.local (lock)", MAKE),
         (take, (Partly(lock=LOCK, file=file),), "argument 1.file (BufferedWriter)", NAME),
         (take, (Slotted(),), "argument 1.lock (lock)", MAKE),
@@ -156,6 +173,26 @@ async def test_results_modules_and_items(workers: Workers) -> None:
             await pool({"f": LOCK})
     with _refused(workers, "argument 1['f'] (lock) cannot be pickled"):
         await _first(aiopar.map(take, [{"f": LOCK}], executor=workers))
+
+
+@pytest.mark.asyncio
+async def test_the_search_is_bounded_and_hides_no_error(workers: Workers) -> None:
+    worker = workers.on(worker=0)
+    tail: list[Any] = [LOCK]
+    for _ in range(100):
+        tail = [Counted(), tail]
+    Counted.count = 0
+    with _refused(workers, "argument 1[1][1]"):
+        await worker.run_sync(take, tail)
+    assert Counted.count < 50 * 100
+    with _refused(workers, "argument 1 (list) cannot be pickled: make it"):
+        await worker.run_sync(take, [*([[] for _ in range(20_000)]), LOCK])
+    for _ in range(50_000):
+        tail = [tail]
+    with _refused(workers, "argument 1 (list) cannot be pickled: it is nested too deeply"):
+        await worker.run_sync(take, tail)
+    with _refused(workers, "argument 1['a'] (Hostile) cannot be pickled"):
+        await worker.run_sync(take, {"a": Hostile(b=LOCK)})
 
 
 async def _first(stream: Any) -> Any:

@@ -115,6 +115,16 @@ async def test_an_error_says_which_name_forward_refused(workers: Workers) -> Non
     ) in caught.value.__notes__
 
 
+async def test_the_refused_name_is_bounded_and_no_private_key_is_shown(workers: Workers) -> None:
+    async with ReplicaPool(Named(), ["cpu"], executor=workers) as pool:
+        for key in ("4111 1111", "k" * 10_000):
+            with pytest.raises(AttributeError, match="has no attribute 'sum'") as caught:
+                await pool({**BATCH, key: BATCH["mask"]})
+            note = next(note for note in caught.value.__notes__ if "no keyword arg" in note)
+            assert "4111" not in note
+            assert len(note) < 1000
+
+
 @pytest.mark.may_block("torch.jit reads source files")
 async def test_a_traced_module_has_names_but_no_signature() -> None:
     with warnings.catch_warnings():
