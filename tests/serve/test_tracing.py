@@ -21,6 +21,7 @@ from torch import Tensor
 import aiopar
 from aiopar.serve import Batcher, ContinuousBatcher, OpenTelemetryTracing
 from aiopar.testing import Gate
+from tests.freeing import survivors
 
 from .batches import Bad, Callers, busy, on_asyncio, running, until
 from .replicas import Fragile, break_copy, held, open_pool
@@ -285,7 +286,7 @@ async def test_tracing_keeps_no_item_alive() -> None:
         traces.trace(batcher)
         await batcher(_Item())
         gc.collect()
-        await until(lambda: items[0]() is None)
+        assert await survivors(items) == []
 
 
 @on_asyncio
