@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-from torch import Tensor, nn
+from torch import ScriptMethod, Tensor, nn
 
 from .arguments import is_async, returns_coroutine
 from .collate import is_rows
@@ -91,28 +91,52 @@ def _call_with_batch(module: nn.Module, batch: Any) -> Any:
 
 def _bind(module: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
     """Raise TypeError if the module cannot be called with these keyword arguments."""
-    with suppress(ValueError):  # a traced module has no signature: torch knows its names
+    with suppress(ValueError):  # a method that was written in C may have no signature
         _signature(module).bind(**kwargs)
+
+
+_PASSES_ALL = {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}
+
+
+def _signature(module: Any) -> Signature:
+    """The signature with names: of the module's own `__call__`, of `forward`, or further inside."""
+    if type(module).__call__ is not nn.Module.__call__ and _has_names(own := _read(module)):
+        return own
+    found = _read(module.forward)
+    wrapped = getattr(module, "_orig_mod", getattr(module, "module", None))  # compiled, or DDP
+    return found if _has_names(found) or not isinstance(wrapped, nn.Module) else _signature(wrapped)
+
+
+def _has_names(found: Signature) -> bool:
+    return {one.kind for one in found.parameters.values()} != _PASSES_ALL
 
 
 _signatures: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
 """Those of methods, because `signature` takes as long as a small layer."""
 
 
-def _signature(module: Callable[..., Any]) -> Signature:
-    own_call = type(module).__call__ is not nn.Module.__call__
-    called: Any = module if own_call else module.forward  # type: ignore[attr-defined]  # a module
+def _read(called: Any) -> Signature:
+    if isinstance(called, ScriptMethod):
+        return _signature_of_script(called)
     function = getattr(called, "__func__", None)
     found = _signatures.get(function) if function is not None else None
     if found is None:
         found = signature(called)
         if function is not None:
             _signatures[function] = found
-    kinds = {one.kind for one in found.parameters.values()}
-    inner = getattr(module, "module", None)
-    if isinstance(inner, nn.Module) and kinds == {Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD}:
-        return _signature(inner)  # of a wrapper such as DataParallel
     return found
+
+
+def _signature_of_script(method: Any) -> Signature:
+    """The names of a traced or scripted method, for which Python has no signature."""
+    required, kind = Parameter.empty, Parameter.KEYWORD_ONLY
+    _, *arguments = method.schema.arguments  # without `self`
+    return Signature(
+        [
+            Parameter(one.name, kind, default=None if one.has_default_value() else required)
+            for one in arguments
+        ]
+    )
 
 
 # Descriptions of inputs. They never have a value, because inputs may be private.

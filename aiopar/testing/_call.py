@@ -38,6 +38,8 @@ class Call:
         last: Message,
         raises: bool = True,
     ) -> None:
+        self.began = False
+        """Whether the application has received or sent a message."""
         self._coming = [last, first]
         self._raises = raises
         self._error: BaseException | None = None
@@ -51,6 +53,10 @@ class Call:
     def ended(self) -> bool:
         """Whether the application has ended."""
         return self._ended.is_set()
+
+    async def wait_ended(self) -> None:
+        """Wait until the application has ended."""
+        await self._ended.wait()
 
     async def next(self) -> Message | None:
         """Return the next message of the application; at its end None, or raise its error."""
@@ -78,7 +84,7 @@ class Call:
         """Leave, and wait until the application has ended."""
         self.leave()
         with anyio.CancelScope(shield=True):
-            await self._ended.wait()
+            await self.wait_ended()
 
     # In the task of the application.
 
@@ -95,6 +101,7 @@ class Call:
 
     async def _give(self) -> Message:
         """The application's `receive`."""
+        self.began = True
         if len(self._coming) == 1:
             await self._finishing.wait()
             return self._coming[0]
@@ -102,6 +109,7 @@ class Call:
 
     async def _take(self, message: Message) -> None:
         """The application's `send`."""
+        self.began = True
         with suppress(anyio.BrokenResourceError):  # the client has left
             await self._outlet.send(message)
         if message["type"] == "http.response.body" and not message.get("more_body"):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from .._base.thread_state import CallerState
+from .._base.tracebacks import in_words, logger
 from ..executor._loop_tasks import Tasks
 from ._call import Application, Call
 
@@ -20,13 +21,15 @@ def client(
     """Serve an ASGI application to a client in the same event loop, without a server.
 
     `async with client(app) as http` starts the application, and gives an `httpx.AsyncClient`. The
-    application may be one of FastAPI, Starlette or any other framework. At the end of the block,
-    also if the block raises, the application shuts down: running requests lose their client and
-    end, then the lifespan ends. Runs on asyncio and trio.
+    application may be one of FastAPI, Starlette or any other framework. At the end of the block the
+    application shuts down: running requests lose their client, the block waits for their end, then
+    the lifespan ends. If the block raises or is cancelled, running requests are cancelled: they may
+    wait for a later step of the test. Runs on asyncio and trio.
 
     The application behaves as on a server:
 
-    - Its lifespan runs, in one task. The requests have the state that the lifespan yields.
+    - Its lifespan runs, in one task. The requests have the state that the lifespan yields. The log
+      warns of an application that has no lifespan because it refuses the scope of a lifespan.
     - Each request runs in a task of its own. The test may hold it, and send others meanwhile.
     - The parts of a streaming response arrive when they are sent. `send` of the application waits
       until the client has read the part.
@@ -73,12 +76,16 @@ def client(
 
     @asynccontextmanager
     async def run() -> AsyncIterator[AsyncClient]:
-        tasks = Tasks(CallerState())
-        async with _lifespan(app, tasks) as state:
-            transport = Transport(app, tasks, state, raise_app_exceptions=raise_app_exceptions)
+        requests = Tasks(CallerState())
+        async with _lifespan(app) as state:
+            transport = Transport(app, requests, state, raise_app_exceptions=raise_app_exceptions)
             http = AsyncClient(transport=transport, **{"base_url": "http://test", **options})
             try:
                 yield http
+                await transport.aclose()
+            except BaseException:
+                requests.cancel()
+                raise
             finally:
                 with anyio.CancelScope(shield=True):
                     await http.aclose()
@@ -87,14 +94,19 @@ def client(
 
 
 @asynccontextmanager
-async def _lifespan(app: Application, tasks: Tasks) -> AsyncIterator[dict[str, Any]]:
+async def _lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
     """Start the application, and shut it down; gives the state of the lifespan."""
+    tasks = Tasks(CallerState())
     state: dict[str, Any] = {}
     scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": state}
     start, stop = {"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}
     async with aclosing(Call(app, scope, tasks, first=start, last=stop)) as call:
         try:
             await _succeeds(call)
+        except Exception as error:
+            if call.began:
+                raise
+            logger.warning("the application has no lifespan: %s", in_words(error))  # as Django's
         except BaseException:  # perhaps the test was cancelled: then the startup must end too
             tasks.cancel()
             raise

@@ -61,7 +61,7 @@ class Transport(AsyncBaseTransport):
         for call in self._calls:
             call.leave()
         for call in self._calls:
-            await call.aclose()
+            await call.wait_ended()
 
 
 class _Body(AsyncByteStream):

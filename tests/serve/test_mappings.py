@@ -125,13 +125,37 @@ async def test_the_refused_name_is_bounded_and_no_private_key_is_shown(workers: 
             assert len(note) < 1000
 
 
-@pytest.mark.may_block("torch.jit reads source files")
-async def test_a_traced_module_has_names_but_no_signature() -> None:
+def traced(module: nn.Module, *inputs: Any) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
-        module: nn.Module = torch.jit.trace(nn.Identity(), torch.ones(1))  # type: ignore[no-untyped-call]  # of torch
-    async with Batcher(module) as batcher:
-        assert await batcher({"input": torch.tensor(7)}) == 7
+        made: nn.Module = torch.jit.trace(module, inputs)  # type: ignore[no-untyped-call]  # of torch
+    return made
+
+
+@pytest.mark.may_block("torch.jit, torch.compile and torch.fx read source files")
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda module: traced(module, *module.example), id="traced"),
+        pytest.param(lambda module: torch.compile(module, backend="eager"), id="compiled"),
+        pytest.param(torch.fx.symbolic_trace, id="graph"),
+    ],
+)
+async def test_what_torch_makes_of_a_module_has_the_names_of_the_module(
+    made: Callable[[nn.Module], nn.Module],
+) -> None:
+    class Names(Named):
+        example = (*BATCH.values(),)
+
+    class Dict(nn.Module):
+        example = (BATCH,)
+
+        def forward(self, batch: dict[str, Tensor]) -> Tensor:
+            return (batch["ids"] * batch["mask"]).sum(1)
+
+    for module in (Names(), Dict()):
+        async with Batcher(made(module)) as batcher:
+            assert await batcher(ITEM) == SUM[0]
 
 
 @pytest.mark.may_block("transformers is imported")

@@ -1,7 +1,7 @@
 """`aiopar.testing.client`: the lifespan, responses, and clients that leave."""
 
 from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Annotated, Any, Self
 
 import anyio
@@ -82,6 +82,36 @@ async def test_a_failing_body_shuts_the_application_down(served: Served) -> None
     assert served.log == ["started", "shut down"] * 2
 
 
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["raises", "is cancelled", "is cancelled at its end"])
+async def test_a_request_that_waits_for_the_test_ends_with_it(served: Served, how: str) -> None:
+    @served.app.get("/wait")
+    async def wait() -> None:
+        entered.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            served.log.append("request ended")
+
+    async def ask(http: httpx2.AsyncClient) -> None:
+        with suppress(anyio.ClosedResourceError):
+            await http.get("/wait")
+
+    entered = anyio.Event()
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope, suppress(LookupError):
+            async with client(served.app) as http:
+                group.start_soon(ask, http)
+                await entered.wait()
+                if how == "raises":
+                    raise LookupError("of the test")
+                if how == "is cancelled":
+                    scope.cancel()
+                    await anyio.lowlevel.checkpoint()
+                scope.deadline = anyio.current_time()
+    assert served.log == ["started", "request ended", "shut down"]
+
+
 @pytest_asyncio.fixture
 async def http(served: Served) -> AsyncIterator[httpx2.AsyncClient]:
     async with client(served.app) as http:  # entered and left in different tasks
@@ -130,7 +160,9 @@ async def test_a_cancelled_startup_ends() -> None:
 
 
 @pytest.mark.anyio
-async def test_an_application_may_be_without_a_lifespan() -> None:
+async def test_an_application_may_be_without_a_lifespan(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             assert await receive() == {"type": "http.request", "body": b"abc", "more_body": False}
@@ -142,10 +174,17 @@ async def test_an_application_may_be_without_a_lifespan() -> None:
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "lifespan.startup.failed", "message": "too early"})
 
+    async def only_http(scope: Any, receive: Any, send: Any) -> None:  # as Django's
+        if scope["type"] != "http":
+            raise ValueError("only HTTP")
+        await app(scope, receive, send)
+
     log: list[str] = []
-    async with client(app) as http:
-        assert (await http.put("/", content=b"abc")).status_code == 201
-    assert log == ["response ended"]
+    for one in (app, only_http):
+        async with client(one) as http:
+            assert (await http.put("/", content=b"abc")).status_code == 201
+    assert log == ["response ended"] * 2
+    assert "the application has no lifespan: ValueError: only HTTP" in caplog.messages
     with pytest.raises(RuntimeError, match="too early"):
         async with client(refuse):
             pytest.fail("it has not started")
