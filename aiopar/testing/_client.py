@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 
+from .._base.arguments import described
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger
 from ..executor._loop_tasks import Tasks
@@ -51,6 +52,7 @@ def client(
             `"http://test"` if it is not given.
 
     Raises:
+        TypeError: `app` is not callable.
         ImportError: Neither `httpx2` nor `httpx` is installed.
         Exception: On entering and leaving the block, the error of the application that fails to
             start or to shut down.
@@ -69,6 +71,8 @@ def client(
         >>> asyncio.run(main())
         <Response [200 OK]>
     """
+    if not callable(app):
+        raise TypeError(f"app must be an ASGI application, not {described(app)}")
     try:
         from ._transport import AsyncClient, Transport
     except ModuleNotFoundError as error:
@@ -123,5 +127,6 @@ async def _succeeds(call: Call) -> None:
     """Wait until the application has started or has shut down; raise why it has failed."""
     message = await call.next()
     if message is not None and message["type"].endswith(".failed"):
+        call.finish()  # it may receive in a loop, as the example in the standard of ASGI
         await call.next()  # raises the error of the application
         raise RuntimeError(f"the application sent {message}")

@@ -174,6 +174,10 @@ async def test_an_application_may_be_without_a_lifespan(
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "lifespan.startup.failed", "message": "too early"})
 
+    async def refuse_in_a_loop(scope: Any, receive: Any, send: Any) -> None:  # as Quart
+        while (await receive())["type"] == "lifespan.startup":
+            await refuse(scope, receive, send)
+
     async def only_http(scope: Any, receive: Any, send: Any) -> None:  # as Django's
         if scope["type"] != "http":
             raise ValueError("only HTTP")
@@ -185,9 +189,12 @@ async def test_an_application_may_be_without_a_lifespan(
             assert (await http.put("/", content=b"abc")).status_code == 201
     assert log == ["response ended"] * 2
     assert "the application has no lifespan: ValueError: only HTTP" in caplog.messages
-    with pytest.raises(RuntimeError, match="too early"):
-        async with client(refuse):
-            pytest.fail("it has not started")
+    with pytest.raises(TypeError, match="app must be an ASGI application, not str"):
+        client("main:app")  # type: ignore[arg-type]  # as for uvicorn
+    for one in (refuse, refuse_in_a_loop):
+        with pytest.raises(RuntimeError, match="too early"):
+            async with client(one):
+                pytest.fail("it has not started")
 
 
 @pytest.mark.anyio
