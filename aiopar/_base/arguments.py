@@ -118,7 +118,10 @@ def length_of(given: object) -> int | None:
 
 def expected_length(given: object) -> int | None:
     """Return the length of `given`, or the one that it expects to have; None: not known."""
-    length = operator.length_hint(given, -1)
+    try:
+        length = operator.length_hint(given, -1)
+    except Exception:  # noqa: BLE001  # a `__len__` that raises NotImplementedError, of a stream
+        return None
     return None if length < 0 else length
 
 

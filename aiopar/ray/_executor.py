@@ -25,7 +25,7 @@ from ..remote._executor import HostExecutor, HostSlot, HostWorker
 from ..remote._host import Host, Task, encode, outcome, parts_of_call, parts_of_kept
 from ._actor import RayEncoder, actor_class, from_message, to_message
 from ._link import LEASE, ActorLink
-from ._session import NAMESPACE, Session, enter_session, leave_session
+from ._session import NAMESPACE, Session, cluster_address, enter_session, leave_session
 
 _OWN_OPTIONS = {
     *("num_cpus", "num_gpus", "name", "namespace", "lifetime", "get_if_exists", "max_restarts"),
@@ -148,10 +148,12 @@ def _check_words(address: str | None, name: str | None) -> None:
     for what, word in (("address", address), ("name", name)):
         if not isinstance(word, str | None):
             raise TypeError(f"{what} must be a str or None, not {type(word).__name__}")
-    if address is not None and address.startswith("ray://"):
+    used = address if ray.is_initialized() else cluster_address(address)
+    if used is not None and used.startswith("ray://"):
         raise ValueError(
-            f"address must name a cluster that this machine has joined, got {address!r}: "
-            "join it by `ray start --address=...`; a Ray client would copy all tensors"
+            "address, or RAY_ADDRESS, must name a cluster that this machine has joined, "
+            f"got {used!r}: join it by `ray start --address=...`; "
+            "a Ray client would copy all tensors"
         )
     if name == "":
         raise ValueError("name must not be empty")

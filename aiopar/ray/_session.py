@@ -82,7 +82,7 @@ class Session(threading.Thread):
 
     def _await_cluster(self) -> None:
         """Wait until somebody listens at the address: a program that ends in `ray.init` aborts."""
-        host, _, port = (_given(self._address) or "").rpartition(":")
+        host, _, port = (cluster_address(self._address) or "").rpartition(":")
         while host and port.isdecimal():  # else a URL, or a word such as "local"
             try:
                 socket.create_connection((host.strip("[]"), int(port)), timeout=_PERIOD).close()
@@ -136,14 +136,15 @@ def _cluster() -> str:
     return f"the cluster at {ray.get_runtime_context().gcs_address}"
 
 
-def _given(address: str | None) -> str | None:
+def cluster_address(address: str | None) -> str | None:
+    """The address that Ray will use; None: Ray looks for a cluster of this machine."""
     return os.environ.get("RAY_ADDRESS") if address in (None, "auto") else address
 
 
 @contextmanager
 def _warned_if_slow(address: str | None) -> Iterator[None]:
     """Warn if Ray is not joined soon: `ray.init` waits for a cluster without a limit."""
-    given = _given(address)
+    given = cluster_address(address)
     if given == "local":  # it takes seconds to start one
         yield
         return

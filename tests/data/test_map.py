@@ -301,6 +301,13 @@ def test_arguments_are_checked_when_it_is_called(
 # Progress.
 
 
+class Lengthless(list[int]):
+    """Its length is not known: many streams of datasets say it so."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 @pytest.mark.may_block("a bar is written to the terminal")
 @pytest.mark.anyio
 async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +325,7 @@ async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[st
         (batches.filter(len), {}, "8batch"),
         (batches.filter(len), {"total": 8}, "8/8"),
         (_later([1, 2]), {"total": 2}, "2/2"),
+        (Pipeline(Lengthless([1, 2, 3])).progress(), {"progress": False}, "3item"),
         (batches.progress(), {"progress": False}, "8/8"),
     ]
     for source, options, expected in cases:

@@ -352,3 +352,11 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         RayExecutor(**{"num_actors": 1, **arguments})
+
+
+def test_a_ray_client_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "ray://x:1")
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    for address in (None, "auto"):
+        with pytest.raises(ValueError, match="RAY_ADDRESS"):
+            RayExecutor(1, address=address)
