@@ -215,7 +215,9 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if timeout is not None:
             timeout = max(0.0, timeout - (now - request.arrived))
         request.arrived = now
-        request.group = self._scheduler.group  # opening may make a new scheduler
+        if request.group is not self._scheduler.group:  # closed and opened again meanwhile
+            request.group = self._scheduler.group
+            self._scheduler.submit(request)
         return timeout
 
     def _expire(self, request: Request) -> None:

@@ -16,7 +16,16 @@ from aiopar.testing import Gate
 from tests.home import AtHome
 from tests.workers import MakeWorkers, Workers
 
-from .batches import Callers, Recorder, busy, on_asyncio, open_batcher, outcomes_of, until
+from .batches import (
+    Callers,
+    Recorder,
+    busy,
+    on_asyncio,
+    open_batcher,
+    outcomes_in,
+    outcomes_of,
+    until,
+)
 from .test_observer import Watcher
 
 pytestmark = pytest.mark.anyio
@@ -233,6 +242,25 @@ async def test_opened_again_it_waits_for_the_batches_of_the_first_run(
 
 
 @on_asyncio
+async def test_opened_again_it_counts_a_request_that_waits_for_the_pool_since_then() -> None:
+    class Gated(nn.Module):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            gate()
+            return batch
+
+    gate = Gate()
+    batcher = Batcher(ReplicaPool(Gated(), ["cpu"], warmup=torch.zeros(1)))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(batcher, torch.ones(()))
+        await gate.entered()
+        await batcher.aclose()
+        tasks.start_soon(batcher.__aenter__)
+        await until(lambda: not batcher.closed)
+        gate.open()
+    assert outcomes_in(batcher.stats()) == {"answered": 1}
+    await batcher.aclose()
+
+
 async def test_opened_again_it_uses_the_executor_of_that_time(make_workers: MakeWorkers) -> None:
     batcher = Batcher(AtHome(Recorder()), collate_fn=list)
     for _ in range(2):
