@@ -56,7 +56,7 @@ def call_module(
     except Exception as error:
         given = [outline(value) for value in inputs]
         given += [f"{name}={outline(value)}" for name, value in kwargs.items()]
-        add_note_once(error, _CALLED_WITH, _cut(", ".join(given)) + refused)
+        add_note_once(error, _CALLED_WITH, (_cut(", ".join(given)) or "no arguments") + refused)
         raise
 
 

@@ -25,6 +25,13 @@ class Named(nn.Module):
         return ids.sum(1) if mask is None else (ids * mask).sum(1)
 
 
+class OptionalInput(nn.Module):
+    """Can be called without arguments, as the models of transformers."""
+
+    def forward(self, ids: Any = None) -> Any:
+        return ids.sum(1)
+
+
 class OneDict(nn.Module):
     """Takes one mapping, and has keyword arguments too, as a sentence-transformers model."""
 
@@ -130,6 +137,13 @@ def traced(module: nn.Module, *inputs: Any) -> nn.Module:
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         made: nn.Module = torch.jit.trace(module, inputs)  # type: ignore[no-untyped-call]  # of torch
     return made
+
+
+async def test_an_empty_mapping_has_no_arguments() -> None:
+    async with ReplicaPool(OptionalInput(), ["cpu"]) as pool:
+        with pytest.raises(AttributeError) as caught:
+            await pool({})
+    assert "called with no arguments" in caught.value.__notes__
 
 
 @pytest.mark.may_block("torch.jit, torch.compile and torch.fx read source files")
