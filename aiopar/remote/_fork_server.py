@@ -155,7 +155,7 @@ def name_process(name: str) -> None:
     """Name this process in `ps` and `top`: by `setproctitle` if it is installed, else on Linux."""
     try:
         import setproctitle
-    except ModuleNotFoundError:
+    except ImportError:  # not installed, or broken
         if sys.platform == "linux":
             set_name = 15  # PR_SET_NAME; the kernel keeps 15 bytes
             ctypes.CDLL(None).prctl(set_name, name.encode())

@@ -61,6 +61,15 @@ def test_processes_have_names(executor: ProcessExecutor) -> None:
     assert "aiopar-0" not in comm("self")
 
 
+def test_a_broken_setproctitle_costs_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "setproctitle.py").write_text("raise ImportError('a library is missing')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with ProcessExecutor(["cpu"], preload=["sched"]) as executor:  # a fork server of its own
+        assert executor.submit(math.factorial, 3).result() == 6
+
+
 # The state of the caller.
 
 
