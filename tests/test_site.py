@@ -116,6 +116,8 @@ def test_search_finds_an_argument_of_a_class(page: Page, site: Path) -> None:
         ("security", "security"),
         ("pickle", "security"),
         ("shared memory", "footprint"),
+        ("progress bar", "guides/streaming_inference"),
+        ("last error", "guides/operations"),
     ],
 )
 def test_search_finds_the_page(page: Page, site: Path, words: str, name: str) -> None:

@@ -16,6 +16,7 @@ FILE = DEPLOY / "alerts.yaml"
 RULES: list[dict[str, Any]] = [
     rule for group in yaml.safe_load(FILE.read_text())["groups"] for rule in group["rules"]
 ]
+GUIDE = DEPLOY.parents[1].joinpath("docs", "guides", "operations.md").read_text()
 PROMTOOL = shutil.which("promtool")
 
 
@@ -36,9 +37,14 @@ def test_each_rule_names_metrics_and_labels_that_exist(rule: dict[str, Any]) -> 
 
 
 def test_each_alert_is_explained_in_the_guide() -> None:
-    guide = DEPLOY.parents[1].joinpath("docs", "guides", "operations.md").read_text()
-    named = set(re.findall(r"`(Aiopar\w+)`", guide))
+    named = set(re.findall(r"`(Aiopar\w+)`", GUIDE))
     assert named == {rule["alert"] for rule in RULES}
+
+
+def test_the_rule_that_the_guide_shows_is_in_the_file() -> None:
+    [block] = re.findall(r"^```yaml\n(- alert:.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
+    [shown] = yaml.safe_load(block)
+    assert any(shown.items() <= rule.items() for rule in RULES)
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="needs promtool, of Prometheus")
