@@ -79,7 +79,8 @@ class ReaderTooSlow(RuntimeError):
 class InvalidInput(ValueError):
     """An item cannot be served because of its content.
 
-    A service's own checks may raise it too. A web application answers with status 422, but with
+    A service's own checks and the function of a batcher may raise it too. A batcher counts the item
+    as refused, not as failed. A web application answers with status 422, but with
     status 500 to any other `ValueError`, which may be a bug of the service.
     """
 

@@ -15,8 +15,9 @@ def destructor(fn: Callable[[T], object]) -> Callable[[T], None]:
     """
     is_finalizing = sys.is_finalizing  # a global may be None
 
-    def run(self: T) -> None:
+    # By this name trio knows it, and raises no KeyboardInterrupt in it, which would be lost.
+    def __del__(self: T) -> None:  # noqa: N807  # it becomes the method
         if not is_finalizing():
             fn(self)
 
-    return run
+    return __del__

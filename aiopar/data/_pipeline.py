@@ -389,16 +389,16 @@ class Pipeline(AsyncOnly, Generic[T]):
             ValueError: A step has `in_order=False`, or the source's own `state_dict` fails.
         """
         self._check_in_order()
-        if self._next is not None:
-            return self._next.state_dict()
-        return current_cursor(self._last, self._source, self._generators).state_dict()
+        position = self._next or current_cursor(self._last, self._source, self._generators)
+        return {**position.state_dict(), "steps": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Make the next iteration continue at a saved position.
 
         If the position is the end of an iteration, the next iteration begins anew: see `finished`.
         Later iterations also have the order that they would have had. The pipeline must have the
-        same steps and generators as the saved pipeline. This call sets the shuffles' generators.
+        same steps and generators as the saved pipeline; only functions of `map` may differ. This
+        call sets the shuffles' generators.
 
         Args:
             state: The result of `state_dict`.
@@ -408,7 +408,12 @@ class Pipeline(AsyncOnly, Generic[T]):
             ValueError: `state` was not saved by such a pipeline, or a step has `in_order=False`.
         """
         self._check_in_order()
-        position = Cursor.from_state_dict(state)
+        position = Cursor.from_state_dict(state, "steps")
+        if state["steps"] != self._counted:
+            raise ValueError(
+                f"the state is of a pipeline with the steps {state['steps']}, "
+                f"this one has {self._counted}"
+            )
         seeds, saved, own = len(position.seeds), len(position.generators), len(self._generators)
         if not seeds == saved == own:
             raise ValueError(
@@ -422,6 +427,11 @@ class Pipeline(AsyncOnly, Generic[T]):
         # next iteration begins.
         self._generators.restore(position.generators)
         self._next = position
+
+    @property
+    def _counted(self) -> list[str]:
+        """The steps that change which item has which number: a state is of these steps only."""
+        return [verb.name for verb in self._verbs if verb.inputs != 1 or verb.shuffles]
 
     def _check_in_order(self) -> None:
         for verb in self._verbs:

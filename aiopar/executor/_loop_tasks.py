@@ -35,6 +35,7 @@ class Tasks:
         # It keeps asyncio's tasks alive: the loop does not. In trio a task runs in an outer scope,
         # which `cancel` cancels, and an inner scope, which `shield` shields.
         self._running: dict[Any, tuple[Cancel, trio.CancelScope | None]] = {}
+        self._was_cancelled = False  # whether a task was cancelled before it was shielded
 
     @property
     def finished(self) -> bool:
@@ -126,9 +127,19 @@ class Tasks:
             inner.shield = True
         elif task in self._running:  # a scope of anyio would keep the task of a closed loop forever
             self._running[task] = (lambda: None), None
+            self._was_cancelled = task.cancelling() > 0
             # A task group of asyncio would cancel the task once more, since CPython 3.13.
             while task.uncancel():
                 pass
+
+    def cancel_requested(self) -> bool:
+        """Whether the running task was cancelled; False if only its code raised `CancelledError`.
+
+        Always True on trio, where no code can raise a cancellation.
+        """
+        in_asyncio = asyncio._get_running_loop() is not None
+        task = asyncio.current_task() if in_asyncio else None
+        return task is None or task.cancelling() > 0 or self._was_cancelled
 
     @staticmethod
     def must_propagate(error: BaseException) -> bool:
@@ -166,16 +177,6 @@ def is_cancellation(error: BaseException) -> bool:
     if asyncio._get_running_loop() is not None:
         return isinstance(error, asyncio.CancelledError)
     return in_event_loop() and isinstance(error, sys.modules["trio"].Cancelled)
-
-
-def cancel_requested() -> bool:
-    """Whether the running task was cancelled; False if only its code raised `CancelledError`.
-
-    Always True on trio, where no code can raise a cancellation.
-    """
-    in_asyncio = asyncio._get_running_loop() is not None
-    task = asyncio.current_task() if in_asyncio else None
-    return task is None or task.cancelling() > 0
 
 
 def call_later(seconds: float, fn: Callable[[], object]) -> Cancel:

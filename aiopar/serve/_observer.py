@@ -12,7 +12,9 @@ from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
 
 Outcome: TypeAlias = Literal["answered", "failed", "refused", "expired", "cancelled"]
-Refusal: TypeAlias = Literal["queue_full", "max_wait", "max_batch_cost", "unavailable", "closed"]
+Refusal: TypeAlias = Literal[
+    "queue_full", "max_wait", "max_batch_cost", "invalid_input", "unavailable", "closed"
+]
 
 
 class ItemInfo(Protocol):

@@ -15,7 +15,7 @@ from ..errors import ExecutorShutdown, OutputMismatch
 from ..executor._call import NO_KWARGS, AwaitedCall, Call
 from ..executor._executor import await_call
 from ..executor._generators import END, Steps
-from ..executor._loop_tasks import Tasks, cancel_requested, is_cancellation
+from ..executor._loop_tasks import Tasks, is_cancellation
 from ..executor._worker import Worker, current_worker
 from ..futures._future import running_future
 from ._replica import ModuleCall, OutsideModule, ReplicaFailed
@@ -359,7 +359,7 @@ class LoopPart(BatchPart):
     def _failed(self, error: BaseException) -> None:
         if not is_cancellation(error):
             self.error, self.fault = own_traceback(error), fault_of(error)
-        elif cancel_requested():
+        elif self._tasks.cancel_requested():
             self._interrupted(error)
         else:  # the function awaited a cancelled task, perhaps for one item only
             self.error = stand_in("the function raised a cancellation", error)

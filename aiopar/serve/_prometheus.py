@@ -129,7 +129,13 @@ class PrometheusMetrics:
             )
         shares = shared_folder() is not None
         self._collector = _Collector(f"{namespace}_" if namespace else "")
-        self._registry.register(self._collector)
+        try:
+            self._registry.register(self._collector)
+        except ValueError:
+            raise ValueError(
+                f"the registry has metrics of the namespace {namespace!r} already: close the other "
+                "PrometheusMetrics, or add() to it"
+            ) from None  # prometheus-client lists all names
         self._closed = False
         self.add(*resources)
         if shares:

@@ -274,6 +274,8 @@ class Scheduler:
             request.at_end = (*request.at_end, end)
 
     def _count_outcome(self, tally: Tally, request: Request, error: BaseException | None) -> None:
+        if request.refused is None and isinstance(error, InvalidInput):
+            request.refused = "invalid_input"  # the client's fault, and no failure of the service
         outcome = outcome_of(request, error)
         failure = None
         if error is not None and outcome == "failed":

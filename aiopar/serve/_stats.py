@@ -130,8 +130,9 @@ class BatcherStats:
         answered: Items whose caller has got the output, or has read all outputs.
         failed: Items whose caller has got an error: from the function, from `batch_key` or `cost`,
             because the pool did not open, or because the batch was ended.
-        refused: Items that were never queued, by cause: `queue_full`, `max_wait`,
-            `max_batch_cost`, `unavailable` (no replica is in service), `closed`.
+        refused: Items that were not accepted, by cause: `queue_full`, `max_wait`, `max_batch_cost`,
+            `invalid_input` (the function, `batch_key` or `cost` raised `InvalidInput`),
+            `unavailable` (no replica is in service), `closed`.
         expired: Items whose deadline has passed.
         cancelled: Items whose caller was cancelled, or has left a stream before its end.
         queued: Items in the queue.
@@ -165,7 +166,7 @@ class ContinuousStats:
         submitted: Items that have come, as in `BatcherStats`.
         answered: Items whose caller has got the result, or has read all parts.
         failed: Items whose caller has got an error, as in `BatcherStats`.
-        refused: Items that were never queued, by cause, as in `BatcherStats`.
+        refused: Items that were not accepted, by cause, as in `BatcherStats`.
         expired: Items whose deadline has passed.
         cancelled: Items whose caller was cancelled, or has left a stream before its end.
         queued: Items in the queue.

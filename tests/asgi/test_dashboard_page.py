@@ -358,7 +358,7 @@ def test_replicas_and_workers_show_their_states(page: Page, served: Served) -> N
     assert first.locator(".facts span").all_inner_texts() == [
         "7.3/s calls",
         "2 in flight now",
-        "1 failed so far",
+        "failed calls: 1",
     ]
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("Being rebuilt")
     expect(_card(page, "Replica 1, cuda:0")).to_contain_text("rebuilt 2 times")

@@ -264,7 +264,10 @@ async def test_a_pipeline_that_cannot_be_resumed_raises() -> None:
     with pytest.raises(ValueError, match=message):
         pipeline.load_state_dict(state)
     with pytest.raises(ValueError, match="0 seeds of 0 generators, this pipeline has 1 shuffles"):
-        Pipeline(range(3)).shuffle(2).load_state_dict(state)
+        Pipeline(range(3)).shuffle(2).load_state_dict({**state, "steps": ["shuffle(2)"]})
+    state = Pipeline(range(9)).batch(2).map(list).state_dict()
+    with pytest.raises(ValueError, match=r"with the steps \['batch\(2\)'\], .* \['batch\(3\)'\]"):
+        Pipeline(range(9)).batch(3).map(list).load_state_dict(state)
     with pytest.raises(ValueError, match="this is no state of a loader or pipeline: missing="):
         Pipeline(range(3)).load_state_dict({"delivered": 3})
     with pytest.raises(TypeError, match="expected a state dict, got int"):

@@ -56,6 +56,20 @@ class Speechless(Exception):
         raise NotImplementedError
 
 
+async def test_invalid_input_is_a_refusal_and_no_failure(workers: Workers) -> None:
+    def check(item: Any) -> Any:
+        if item == "bad":
+            raise aiopar.InvalidInput("not this")
+        return item
+
+    async with busy(check, workers=workers) as callers:
+        await callers.queue("good", "bad")
+    assert type(callers.outcomes["bad"]) is aiopar.InvalidInput
+    stats = callers.batcher.stats()
+    assert (stats.answered, stats.failed, stats.refused) == (2, 0, {"invalid_input": 1})
+    assert stats.last_error is None
+
+
 @on_asyncio
 @pytest.mark.parametrize(
     ("make", "text"),

@@ -87,6 +87,7 @@ async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> 
         "queue_full": 1,
         "max_wait": 0,
         "max_batch_cost": 0,
+        "invalid_input": 0,
         "unavailable": 0,
         "closed": 1,
     }
@@ -333,7 +334,7 @@ def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
     before = set(Scrape(registry).families)
     batcher = Batcher(_double)
     metrics = PrometheusMetrics(batcher, registry=given, namespace="tests")
-    with pytest.raises(ValueError, match=r"Duplicated timeseries.*tests_batcher_requests"):
+    with pytest.raises(ValueError, match=r"metrics of the namespace 'tests' already"):
         PrometheusMetrics(registry=given, namespace="tests")
     for _ in range(2):
         metrics.close()

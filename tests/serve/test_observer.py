@@ -338,7 +338,10 @@ async def test_key_or_cost_fails(
         counted = Counted(batcher)
         with pytest.raises(kind) as caught:
             await _ask(batcher, fn, 1)
-        counted.check("failed", caught.value)
+        if kind is aiopar.InvalidInput:
+            counted.check("refused", caught.value, "invalid_input")
+        else:
+            counted.check("failed", caught.value)
 
 
 async def test_pool_does_not_open() -> None:
