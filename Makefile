@@ -113,7 +113,7 @@ $(FREE_INSTALLED): pyproject.toml
 	@touch $@
 
 test-freethreaded: $(FREE_INSTALLED) ## run the suite for the CPU without a GIL, but for what has no wheels there
-	PYTHON_GIL=0 $(FREE)/bin/python -m pytest -m "not sim" $(PARALLEL) \
+	PYTHON_GIL=0 $(FREE)/bin/python -m pytest -m "not sim and not ray" $(PARALLEL) \
 		$(foreach part,_base futures executor nn train data serve,tests/$(part)) $(PYTEST_ARGS) $(OR_NOTHING)
 
 lint: $(INSTALLED) ## ruff (check and format), mypy --strict, import-linter
