@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 import aiopar
 from aiopar._base.tree import children, has_tensors, tensors
+from tests.freeing import collect_without_gil
 
 from ..sample_trees import (
     EMPTY,
@@ -116,6 +117,7 @@ def test_no_reference_cycle_is_left() -> None:
         with pytest.raises(ValueError, match="differ in size"):
             scatter((tensor, torch.ones(3)), ["cpu"] * 2)
         del tensor
+        collect_without_gil()
         assert alive() is None
     finally:
         gc.enable()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import aiopar
 from aiopar.serve import Batcher, ReplicaPool
 from tests import simdevice
+from tests.freeing import collect_without_gil
 from tests.home import AtHome
 from tests.workers import Workers
 
@@ -106,6 +107,7 @@ async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], te
         assert before <= last.time <= time.time()
         assert await batcher("good") == "good"
         assert batcher.stats().last_error == last, "an answer does not take it away"
+        collect_without_gil()
         assert errors[0]() is None, "only its words are kept"
 
 
