@@ -73,7 +73,7 @@ class Verb:
     inputs: int | None = 1
     """How many items go in for each item that comes out. None: this depends on the items."""
     length: Callable[[int], int] | None = operator.index
-    """How many items come out if so many go in. None: this depends on the items."""
+    """How many items come out for a number that goes in. None: this depends on the items."""
     in_order: bool = True
     shuffles: bool = False
     generator: torch.Generator | None = None  # of a shuffle; None: torch's default generator

@@ -19,7 +19,7 @@ from .._base.tracebacks import logger
 from ._link import ActorLink, reason
 
 NAMESPACE = "aiopar"
-_ANSWERS_WITHIN = 5.0  # seconds after which a warning says that Ray is not joined yet
+_ANSWERS_WITHIN = 5.0  # seconds, then a warning says that Ray is not joined yet
 _PERIOD = 0.8  # seconds between two pings of an actor
 _MISSES = 3  # an actor that has not answered a ping for so many periods is lost
 _PATIENCE = 25  # the same while it loads a value; a warning says that one has not started yet

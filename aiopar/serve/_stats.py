@@ -250,7 +250,7 @@ class Tally:
         return BatcherStats(**self._counts(queued))
 
     def _counts(self, queued: int) -> dict[str, Any]:
-        """What both kinds of batcher count."""
+        """The counts that both kinds of batcher have."""
         return {
             "submitted": self.submitted,
             "answered": self._outcomes["answered"],
@@ -282,7 +282,7 @@ class StepTally(Tally):
         self._waits.extend(waits)
 
     def ended(self, count: int, seconds: float) -> None:
-        """Nothing: `parted` has counted the seconds."""
+        """Do nothing: `parted` has counted the seconds."""
 
     def parted(self, durations: Sequence[float]) -> None:
         """Items have left a batch after these durations."""

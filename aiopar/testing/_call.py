@@ -22,7 +22,7 @@ class Call:
     Args:
         app: The application.
         scope: Its first argument.
-        tasks: Run it, until it ends.
+        tasks: The tasks that run the application until it ends.
         first: The message that it receives first.
         last: The message that it receives after `finish`, and after the end of its response.
         raises: Whether `next` raises the error of the application.

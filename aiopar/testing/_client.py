@@ -42,7 +42,7 @@ def client(
     their own (`timeout` of httpx): use `asyncio.timeout` or `anyio.fail_after`. Websockets need
     Starlette's `TestClient`.
 
-    As `httpx.ASGITransport`, which runs no lifespan and sends a response when it is complete.
+    `httpx.ASGITransport` runs no lifespan, and sends a response only when it is complete.
 
     Args:
         app: The application, of ASGI 3.
