@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
 
+import prometheus_client
 import pytest
 from nbclient import NotebookClient
 from nbformat.v4 import new_code_cell, new_notebook
@@ -73,7 +74,11 @@ each_awaiting_page = _each([page for page in PAGES if any(map(_awaits, _blocks(p
 
 
 @each_awaiting_page
-def test_a_page_is_a_file_when_its_blocks_are_in_main(page: Path, tmp_path: Path) -> None:
+def test_a_page_is_a_file_when_its_blocks_are_in_main(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Pages leave metrics open, and a registry takes one of a name.
+    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
     code = _in_main("\n\n".join(_blocks(page)))
     file = tmp_path / "page.py"
     run = 'if __name__ == "__main__":\n    asyncio.run(main())\n'  # worker processes import it
