@@ -10,7 +10,7 @@ from .._base.arguments import described
 from .._base.thread_state import CallerState
 from .._base.tracebacks import in_words, logger
 from ..executor._loop_tasks import Tasks
-from ._call import Application, Call
+from ._application import Application, ApplicationCall
 
 if TYPE_CHECKING:
     import httpx2 as httpx
@@ -104,7 +104,7 @@ async def _lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
     state: dict[str, Any] = {}
     scope = {"type": "lifespan", "asgi": {"version": "3.0", "spec_version": "2.0"}, "state": state}
     start, stop = {"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}
-    async with aclosing(Call(app, scope, tasks, first=start, last=stop)) as call:
+    async with aclosing(ApplicationCall(app, scope, tasks, first=start, last=stop)) as call:
         try:
             await _succeeds(call)
         except Exception as error:
@@ -123,7 +123,7 @@ async def _lifespan(app: Application) -> AsyncIterator[dict[str, Any]]:
                 await call.next()
 
 
-async def _succeeds(call: Call) -> None:
+async def _succeeds(call: ApplicationCall) -> None:
     """Wait until the application has started or has shut down; raise why it has failed."""
     message = await call.next()
     if message is not None and message["type"].endswith(".failed"):

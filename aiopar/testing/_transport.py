@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any
 
 from ..executor._loop_tasks import Tasks
-from ._call import Application, Call
+from ._application import Application, ApplicationCall
 
 if TYPE_CHECKING:
     from httpx2 import AsyncBaseTransport, AsyncByteStream, AsyncClient, Request, Response
@@ -34,12 +34,12 @@ class Transport(AsyncBaseTransport):
         self._tasks = tasks
         self._state = state
         self._raises = raise_app_exceptions
-        self._calls: list[Call] = []
+        self._calls: list[ApplicationCall] = []
 
     async def handle_async_request(self, request: Request) -> Response:
         """Return the response when it begins."""
         body = await request.aread()
-        call = Call(
+        call = ApplicationCall(
             self._app,
             _scope(request, self._state.copy()),
             self._tasks,
@@ -67,7 +67,7 @@ class Transport(AsyncBaseTransport):
 class _Body(AsyncByteStream):
     """The body of a response."""
 
-    def __init__(self, call: Call, *, empty: bool) -> None:
+    def __init__(self, call: ApplicationCall, *, empty: bool) -> None:
         self._call = call
         self._empty = empty
 

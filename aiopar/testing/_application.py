@@ -1,4 +1,4 @@
-"""`Call`: one call of an ASGI application, in a task of its own, as a server makes it."""
+"""`ApplicationCall`: one call of an ASGI application, in its own task, as a server makes it."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
@@ -16,7 +16,7 @@ _Send: TypeAlias = Callable[[Message], Awaitable[None]]
 Application: TypeAlias = Callable[[MutableMapping[str, Any], _Receive, _Send], Awaitable[None]]
 
 
-class Call:
+class ApplicationCall:
     """One call of an application: for its lifespan, or for a request.
 
     Args:
