@@ -1,6 +1,7 @@
 """Helpers for errors: notes, tracebacks, messages, replacements, and the log."""
 
 import logging
+import re
 import threading
 import traceback
 from concurrent.futures import Future
@@ -36,6 +37,11 @@ def in_words(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001  # the user's `__str__`
         return type(error).__name__
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the error's type and the first line of its message that is not empty."""
+    return re.sub(r":\s+", ": ", in_words(error), count=1).partition("\n")[0]
 
 
 def error_chain(error: BaseException) -> list[BaseException]:

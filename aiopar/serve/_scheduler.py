@@ -9,7 +9,7 @@ from time import monotonic, time
 from weakref import ref
 
 from .._base.forking import ReentrantLock, Registry
-from .._base.tracebacks import in_words
+from .._base.tracebacks import in_one_line, in_words
 from ..errors import InvalidInput, Overloaded, ReplicaUnavailable, ServiceClosed, WorkerLost
 from ..executor._loop_tasks import Repeating, call_later
 from ..executor._observer import Observers
@@ -280,7 +280,7 @@ class Scheduler:
         failure = None
         if error is not None and outcome == "failed":
             # Not under the lock, because the user's `__str__` is called.
-            failure = LastError(in_words(error).partition("\n")[0][:_LONGEST_TEXT], time())
+            failure = LastError(in_one_line(error)[:_LONGEST_TEXT], time())
         with self._lock:
             tally.left(request, outcome, failure)
 

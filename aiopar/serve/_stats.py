@@ -110,7 +110,7 @@ class LastError:
     put a part of an item into its message: a `KeyError` shows the key.
 
     Attributes:
-        text: The type and the first line of the message, up to 200 characters.
+        text: The type and the first line of the message that is not empty, up to 200 characters.
         time: When the caller got the error, by `time.time`.
     """
 

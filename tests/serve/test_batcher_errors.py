@@ -76,11 +76,12 @@ async def test_invalid_input_is_a_refusal_and_no_failure(workers: Workers) -> No
     ("make", "text"),
     [
         (lambda: Bad("bad input\nand more"), "Bad: bad input"),
+        (lambda: Bad("\n\n  bad: input\nand more"), "Bad: bad: input"),
         (lambda: Missing("key"), "Missing: 'key'"),
         (lambda: Bad("x" * 1000), f"Bad: {'x' * 195}"),
         (Speechless, "Speechless"),
     ],
-    ids=["two lines", "key", "long", "without a message"],
+    ids=["two lines", "empty lines first", "key", "long", "without a message"],
 )
 async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], text: str) -> None:
     def fail(items: list[str]) -> list[str]:
