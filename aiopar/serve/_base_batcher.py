@@ -137,7 +137,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             # The loop may run inside a call on the worker that the batch needs.
             thread_hooks.about_to_block()
             await awaiter
-            output = request.outcome()
+            output = request.unwrap()
         except GeneratorExit:
             self._leave_soon(request)
             raise
@@ -203,6 +203,7 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             with cancel_scope(timeout) as scope:
                 await self._open()
             if scope.cancelled_caught:
+                request.outcome = "expired"
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
         except BaseException as error:
             self._tell_observers(request)

@@ -8,7 +8,6 @@ from typing import Literal, Protocol, TypeAlias
 
 import torch
 
-from ..errors import DeadlineExceeded
 from ..executor._observer import Listeners, ProcessObservers
 
 Outcome: TypeAlias = Literal["answered", "failed", "refused", "expired", "cancelled"]
@@ -29,6 +28,8 @@ class ItemInfo(Protocol):
         arrived: When the item came, by `time.monotonic`.
         refused: Why the item was refused, one of the causes of `BatcherStats.refused`; None if it
             was not refused.
+        outcome: How the item has ended, for `BatchObserver.completed`: `answered`, `failed`,
+            `refused`, `expired` (its own deadline has passed) or `cancelled` (its caller has left).
     """
 
     @property
@@ -38,6 +39,7 @@ class ItemInfo(Protocol):
     cost: float
     arrived: float
     refused: Refusal | None
+    outcome: Outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -116,8 +118,8 @@ class BatchObserver:
         """The item has ended: its caller gets the output or `error`.
 
         Called in the caller's task and context. The item counts in `stats()` already. The error may
-        also be the refusal of the item (see `item.refused`), a `DeadlineExceeded`,
-        or the cancellation of the caller.
+        also be the refusal of the item, a `DeadlineExceeded`, or the cancellation of the caller:
+        see `item.outcome`.
         """
 
     def start(self, batch: BatchInfo) -> None:
@@ -184,17 +186,6 @@ class BatchWatch:
         info.first_parts, info.between_parts = first_parts, between_parts
         info.outputs, info.errors = outputs, errors
         self._observers.tell("ended", info, error)
-
-
-def outcome_of(item: ItemInfo, error: BaseException | None) -> Outcome:
-    """The outcome of an item that has ended with `error`."""
-    if error is None:
-        return "answered"
-    if item.refused is not None:
-        return "refused"
-    if isinstance(error, DeadlineExceeded):
-        return "expired"
-    return "failed" if is_failure(error) else "cancelled"
 
 
 def is_failure(error: BaseException | None) -> bool:

@@ -20,7 +20,7 @@ from ..executor._worker import Worker
 from ._base_batcher import BaseBatcher
 from ._model_store import ModelStore, StoredModel
 from ._multiprocess_metrics import SharedValues, registry_of_all_processes, shared_folder
-from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, Refusal, outcome_of
+from ._observer import BatchInfo, BatchObserver, ItemInfo, Outcome, Refusal
 from ._replica_pool import ReplicaPool
 from ._stats import ContinuousStats, ReplicaState
 
@@ -311,9 +311,8 @@ class _Observer(BatchObserver):
         self.between_parts = _Histogram(_SECONDS)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        outcome = outcome_of(item, error)
         with self.lock:
-            self.outcomes[outcome] += 1
+            self.outcomes[item.outcome] += 1
         if self._collector.shared is not None:
             self._collector.shared.start()
 

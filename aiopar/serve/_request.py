@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from .._base.collate import unbatch
 from .._base.devices import CallerStream
-from .._base.tracebacks import add_note_once
+from .._base.tracebacks import add_note_once, in_words, stand_in
 from ..errors import DeadlineExceeded, ReaderTooSlow
-from ..executor._loop_tasks import Cancel
+from ..executor._loop_tasks import Cancel, is_cancellation
 from ..futures._wakeup import Awaiter, Waker
-from ._observer import Refusal
+from ._observer import Outcome, Refusal
 from ._queue import RequestGroup
 
 
@@ -74,6 +74,8 @@ class Request:
         """The streams on which the caller had launched work."""
         self.refused: Refusal | None = None
         """Why the request was refused; for observers (`ItemInfo`)."""
+        self.outcome: Outcome = "cancelled"
+        """How the request has ended; before its end, how it would end if its caller left now."""
         self.losses = 0
         """How often the host of its batch was lost; a failed replica counts for three."""
         self.skipped = False
@@ -81,8 +83,8 @@ class Request:
         self.done = False
         """Whether the request has its outcome, or its caller has left. Workers skip it then."""
         self.result: Any = None
-        self.failure: tuple[BaseException, TracebackType | None] | None = None
-        """The error, and the traceback with which it is raised."""
+        self.failure: tuple[BaseException, TracebackType | None, Outcome] | None = None
+        """The error, the traceback with which it is raised, and the outcome then."""
         self.at_end: tuple[Callable[[BaseException | None], object], ...] = ()
         """Called with the caller's error or None when the caller has its outcome or leaves."""
         owner = request_owner.get()
@@ -117,21 +119,27 @@ class Request:
             self.result = result
             self._settle()
 
-    def fail(self, error: BaseException, traceback: TracebackType | None) -> None:
+    def fail(
+        self, error: BaseException, traceback: TracebackType | None, outcome: Outcome = "failed"
+    ) -> None:
         """Set the error, which other requests may share; it is raised with `traceback`."""
+        if is_cancellation(error) or isinstance(error, GeneratorExit):
+            # The error itself would look as if the caller was cancelled or closed.
+            error, traceback = stand_in(f"the function raised {in_words(error)}", error), None
         if not self.done:
-            self.failure = error, traceback
+            self.failure = error, traceback, outcome
             self._settle()
 
     def expire(self) -> None:
         """Fail the request, which is not in the queue any more: its deadline has passed."""
         waited = monotonic() - self.arrived
         where = "in the queue" if self.skipped else "in a batch that was running"
-        self.fail_at_once(DeadlineExceeded(f"no result after {waited:.3g} s, {where}"))
+        error = DeadlineExceeded(f"no result after {waited:.3g} s, {where}")
+        self.fail_at_once(error, "expired")
 
-    def fail_at_once(self, error: BaseException) -> None:
+    def fail_at_once(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Set the error; outputs that the caller has not read are dropped."""
-        self.fail(error, None)
+        self.fail(error, None, outcome)
 
     def abandon(self) -> None:
         """Mark the request as done: its caller has left."""
@@ -158,11 +166,11 @@ class Request:
         self.awaiter.deliver()
         self.done = True
 
-    def outcome(self) -> Any:
+    def unwrap(self) -> Any:
         """Return the result, or raise the error."""
         if self.failure is None:
             return self.result
-        error, traceback = self.failure
+        error, traceback, self.outcome = self.failure
         try:
             raise error.with_traceback(traceback)
         finally:

@@ -16,7 +16,7 @@ from ..executor._observer import Observers
 from ..executor._worker import MOST_LOSSES
 from ..futures._future import running_future
 from ..futures._wakeup import Waker
-from ._observer import BatchObserver, outcome_of
+from ._observer import BatchObserver, is_failure
 from ._queue import RequestGroup, RequestQueue
 from ._replica import ReplicaFailed
 from ._request import PartOutcome, Request, deliver_soon
@@ -276,13 +276,19 @@ class Scheduler:
     def _count_outcome(self, tally: Tally, request: Request, error: BaseException | None) -> None:
         if request.refused is None and isinstance(error, InvalidInput):
             request.refused = "invalid_input"  # the client's fault, and no failure of the service
-        outcome = outcome_of(request, error)
+        if error is None:
+            request.outcome = "answered"
+        elif request.refused is not None:
+            request.outcome = "refused"
+        elif request.outcome == "cancelled" and is_failure(error):
+            # Its key, its cost or its pool has failed.
+            request.outcome = "failed"
         failure = None
-        if error is not None and outcome == "failed":
+        if error is not None and request.outcome == "failed":
             # Not under the lock, because the user's `__str__` is called.
             failure = LastError(in_one_line(error)[:_LONGEST_TEXT], time())
         with self._lock:
-            tally.left(request, outcome, failure)
+            tally.left(request, failure)
 
     def _estimated_wait(self, request: Request) -> float:
         """About how many seconds `request`, which is not queued, would wait for its batch."""

@@ -216,9 +216,9 @@ class Tally:
         self._waits: deque[float] = deque(maxlen=_LATEST)
         self._computes: deque[float] = deque(maxlen=_LATEST)
 
-    def left(self, request: ItemInfo, outcome: Outcome, error: LastError | None) -> None:
+    def left(self, request: ItemInfo, error: LastError | None) -> None:
         """The caller of `request` has its outcome; `error` if this is a failure."""
-        self._outcomes[outcome] += 1
+        self._outcomes[request.outcome] += 1
         if request.refused is not None:
             self._refused[request.refused] += 1
         if error is not None:

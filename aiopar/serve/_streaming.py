@@ -10,6 +10,7 @@ from ..executor._generators import END
 from ..executor._loop_tasks import TaskRef, current_task, has_ended
 from ..futures._future import thread_hooks
 from ..futures._wakeup import Awaiter, awaiter_here, ki_protected
+from ._observer import Outcome
 from ._queue import RequestGroup
 from ._request import Request, request_owner
 
@@ -65,11 +66,11 @@ class StreamRequest(Request):
             audience.read(self)
         return part
 
-    def fail_at_once(self, error: BaseException) -> None:
+    def fail_at_once(self, error: BaseException, outcome: Outcome = "failed") -> None:
         """Set the error, and drop the parts that wait."""
         if not self.done:
             self.result.clear()
-            super().fail_at_once(error)
+            super().fail_at_once(error, outcome)
 
     def abandon(self) -> None:
         """The caller has left."""
@@ -160,7 +161,7 @@ class OutputStream(AsyncOnly, Generic[Part_co]):
         while not request.result:
             if request.done:
                 if request.failure is not None:
-                    request.outcome()
+                    request.unwrap()
                 return END
             awaiter = awaiter_here()
             if awaiter is None or awaiter.waker is not request.awaiter.waker:

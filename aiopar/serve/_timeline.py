@@ -21,7 +21,7 @@ from ..executor._observer import CallInfo, ExecutorObserver, all_executors
 from ..executor._worker import Worker, current_worker
 from ..futures._waiting import cancel_scope
 from ..futures._wakeup import Waker, waker_here
-from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers, outcome_of
+from ._observer import BatchInfo, BatchObserver, ItemInfo, all_batchers
 from ._places import WorkerPart
 from ._step_run import StepRun
 
@@ -276,10 +276,10 @@ class _Batches(BatchObserver):
             self._trace.events.append(bar)
 
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
-        thread, outcome = get_ident(), outcome_of(item, error)
+        thread = get_ident()
         if thread not in self._trace.loops:
             self._trace.see_loop()
-        self._trace.events.append((self._name, thread, item.arrived, monotonic(), outcome))
+        self._trace.events.append((self._name, thread, item.arrived, monotonic(), item.outcome))
 
 
 def _title(row: Worker | str | None, bars: Iterable[_Bar]) -> str:

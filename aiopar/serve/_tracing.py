@@ -6,7 +6,7 @@ from .._base.arguments import described
 from .._base.tracebacks import in_words
 from ._base_batcher import BaseBatcher
 from ._continuous import ContinuousBatcher
-from ._observer import BatchInfo, BatchObserver, ItemInfo, is_failure, outcome_of
+from ._observer import BatchInfo, BatchObserver, ItemInfo, is_failure
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext, Tracer, TracerProvider
@@ -117,7 +117,7 @@ class _QueueSpans(BatchObserver):
         return attributes
 
     def _end_with_outcome(self, span: "Span", item: ItemInfo, error: BaseException | None) -> None:
-        span.set_attribute("aiopar.outcome", outcome_of(item, error))
+        span.set_attribute("aiopar.outcome", item.outcome)
         if item.refused is not None:
             span.set_attribute("aiopar.refused", item.refused)
         self._end(span, error)

@@ -1,5 +1,7 @@
 """`Batcher`: an error reaches only the caller of the item that caused it."""
 
+import asyncio
+import concurrent.futures
 import sys
 import time
 import traceback
@@ -20,7 +22,17 @@ from tests.freeing import collect_without_gil
 from tests.home import AtHome
 from tests.workers import Workers
 
-from .batches import LONG, Bad, busy, current_executor, on_asyncio, open_batcher, together
+from .batches import (
+    LONG,
+    Bad,
+    busy,
+    coroutine,
+    current_executor,
+    on_asyncio,
+    open_batcher,
+    outcomes_in,
+    together,
+)
 from .streams import full
 
 pytestmark = pytest.mark.anyio
@@ -110,6 +122,52 @@ async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], te
         assert batcher.stats().last_error == last, "an answer does not take it away"
         collect_without_gil()
         assert errors[0]() is None, "only its words are kept"
+
+
+_NOT_OF_THE_CALLER = [
+    (aiopar.DeadlineExceeded, aiopar.DeadlineExceeded),
+    (concurrent.futures.CancelledError, concurrent.futures.CancelledError),
+    (asyncio.CancelledError, RuntimeError),
+    (GeneratorExit, RuntimeError),
+]
+"""What a function may raise, and what its caller gets: never what looks like its own end."""
+
+
+@on_asyncio
+@pytest.mark.parametrize(("raised", "got"), _NOT_OF_THE_CALLER)
+@pytest.mark.parametrize("way", ["function", "coroutine function", "generator"])
+async def test_an_item_has_failed_whatever_its_function_raises(
+    raised: type[BaseException], got: type[Exception], way: str
+) -> None:
+    def fail(items: list[str]) -> list[str]:
+        if items == ["bad"]:
+            raise raised("the function's own")
+        return items
+
+    def generate(items: list[str]) -> Generator[list[str], None, None]:
+        yield fail(items)
+
+    ways = {"function": fail, "coroutine function": coroutine(fail), "generator": generate}
+
+    async def ask(item: str) -> Any:
+        if way != "generator":
+            return await batcher(item)
+        [part] = [part async for part in batcher.stream(item)]
+        return part
+
+    async with Batcher(ways[way], collate_fn=list) as batcher:
+        task = asyncio.ensure_future(ask("bad"))
+        await asyncio.wait([task])
+        assert not task.cancelled()
+        error = task.exception()
+        assert type(error) is got
+        assert error is not None
+        assert raised in (type(error), type(error.__cause__))
+        assert outcomes_in(batcher.stats()) == {"failed": 1}
+        last = batcher.stats().last_error
+        assert last is not None
+        assert last.text.startswith(f"{got.__name__}: the function")
+        assert await ask("good") == "good"
 
 
 def scored(batch: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ class Counted:
         assert item is same
         assert none is None
         assert told is error
-        assert item.refused == cause
+        assert (item.outcome, item.refused) == (outcome, cause)
 
 
 def _identity(items: list[Any]) -> list[Any]:
