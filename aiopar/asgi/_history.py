@@ -12,7 +12,7 @@ from typing import Any
 
 import anyio
 
-from .._base.tracebacks import logger
+from .._base.tracebacks import in_one_line
 from ..executor._loop_tasks import Repeating
 from ..executor._worker import Worker
 from ..serve import ModelStore, ReplicaPool
@@ -25,6 +25,7 @@ TICK = 0.05  # seconds from one look at the loop to the next; a shorter delay ma
 _RECENT = 120  # samples, one per period
 _STRIDE = 5  # periods from one earlier sample to the next
 _EARLIER = 180  # samples, one per stride: 15 minutes
+_LOOK = "the live page's look at the statistics"
 
 
 class History:
@@ -45,7 +46,6 @@ class History:
         self._recent.clear()
         self._earlier.clear()
         delays: deque[float] = deque(maxlen=_STRIDE)  # of the loop, the longest of each period
-        failed = False
 
         def look() -> None:
             delays[-1] = max(delays[-1], ticks.late)
@@ -54,19 +54,18 @@ class History:
         try:
             while True:
                 try:
-                    self._take(delays)
-                    failed = False
-                except Exception:  # noqa: BLE001  # a property of a user's resource may raise
-                    if not failed:
-                        logger.exception("the live page has no sample of this second")
-                    failed = True
+                    self._take(statistics(self._service), delays)
+                    self._service.tried(_LOOK)
+                except Exception as error:  # noqa: BLE001  # a subclass may have its own `stats()`
+                    self._service.tried(_LOOK, error)
+                    why = f"no statistics: {in_one_line(error)}"
+                    self._take({**_of_process(self._service), "unready": why}, delays)
                 delays.append(0.0)
                 await anyio.sleep(PERIOD)
         finally:
             ticks.cancel()
 
-    def _take(self, delays: deque[float]) -> None:
-        sample = statistics(self._service)
+    def _take(self, sample: dict[str, Any], delays: deque[float]) -> None:
         if delays:
             sample["loop_delay"] = delays[-1]
         self._recent.append((sample["at"], json.dumps(sample)))
@@ -90,15 +89,8 @@ def statistics(service: Service) -> dict[str, Any]:
     batchers = [one for one in resources if isinstance(one, BaseBatcher)]
     pools = [one for one in resources if isinstance(one, ReplicaPool)]
     pools += [one.pool for one in batchers if one.pool is not None]
-    parent = multiprocessing.parent_process()
     return {
-        "at": monotonic(),
-        "time": time(),
-        "pid": os.getpid(),
-        "parent": None if parent is None else parent.pid,
-        "unready": service.unready_reason(),
-        "dead": service.dead_reason(),
-        "loop_delay": None,
+        **_of_process(service),
         "batchers": [_batcher(one) for one in dict.fromkeys(batchers)],
         "pools": [{"name": one.name, **asdict(one.stats())} for one in dict.fromkeys(pools)],
         "stores": [
@@ -110,6 +102,21 @@ def statistics(service: Service) -> dict[str, Any]:
             {"name": one.thread_name_prefix, "workers": [_worker(each) for each in one.workers]}
             for one in worker_pools(resources)
         ],
+    }
+
+
+def _of_process(service: Service) -> dict[str, Any]:
+    """A sample without the statistics of resources."""
+    parent = multiprocessing.parent_process()
+    return {
+        "at": monotonic(),
+        "time": time(),
+        "pid": os.getpid(),
+        "parent": None if parent is None else parent.pid,
+        "unready": service.unready_reason(),
+        "dead": service.dead_reason(),
+        "loop_delay": None,
+        **dict.fromkeys(("batchers", "pools", "stores", "executors"), ()),
     }
 
 

@@ -4,10 +4,11 @@ import math
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from starlette.applications import Starlette
 
+from .._base.tracebacks import in_one_line, logger
 from ..errors import ServiceClosed
 from ..serve import ModelStore
 from ..serve._resource import Resource
@@ -80,6 +81,7 @@ class Service:
         # When the shutdown must be over, by `anyio.current_time`; None: it has not begun, or has no
         # limit.
         self.deadline: float | None = None
+        self._failing: set[str] = set()  # what has raised when it was last tried
         self.tasks: list[Callable[[], Coroutine[Any, Any, None]]] = []  # of the first lifespan
 
     def unready_reason(self) -> str | None:
@@ -90,8 +92,7 @@ class Service:
             return "no lifespan of aiopar runs on this application"
         if not all(one.serving for one in self.lifespans):
             return "not started, or closing"
-        unready = [name for name, resource in self._named() if not resource.ready]
-        if unready:
+        if unready := self._lacking("ready"):
             return f"not ready: {', '.join(unready)}"
         busy = [(name, getattr(one, "_seconds_busy", 0.0)) for name, one in self._named()]
         stuck = [name for name, seconds in busy if seconds > self.stuck_after]
@@ -99,8 +100,31 @@ class Service:
 
     def dead_reason(self) -> str | None:
         """Why this process can never serve again; None if it can."""
-        dead = [name for name, resource in self._named() if not resource.alive]
+        dead = self._lacking("alive")
         return f"never to serve again: {', '.join(dead)}" if dead else None
+
+    def _lacking(self, quality: Literal["ready", "alive"]) -> list[str]:
+        """The resources without this quality; with its error if the property raises."""
+        lacking = list[str]()
+        for name, resource in self._named():
+            what = f"`{quality}` of {name}"
+            try:
+                if not getattr(resource, quality):
+                    lacking.append(name)
+            except Exception as error:  # noqa: BLE001  # the property of a user's class
+                self.tried(what, error)
+                lacking.append(f"{name}: {in_one_line(error)}")
+            else:
+                self.tried(what)
+        return lacking
+
+    def tried(self, what: str, error: Exception | None = None) -> None:
+        """Log the error of what is tried again and again; the next one only after a success."""
+        if error is None:
+            self._failing.discard(what)
+        elif what not in self._failing:
+            self._failing.add(what)
+            logger.error("%s raised", what, exc_info=error)
 
     @property
     def resources(self) -> list[Resource]:

@@ -249,30 +249,61 @@ async def test_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Unsound(_Counted):
-    """A resource whose property raises for a while."""
+    """A resource whose properties raise for a while."""
 
     error: Exception | None = None
 
     @property
     def ready(self) -> bool:
-        if super().ready and self.error is not None:
+        return super().ready and self.alive
+
+    @property
+    def alive(self) -> bool:  # type: ignore[override]  # a property, not an attribute
+        if self.error is not None:
             raise self.error
         return True
 
 
-@pytest.mark.anyio
-async def test_samples_go_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    resource = _Unsound()
-    app = await _app(resource)
+@pytest.mark.asyncio
+async def test_a_resource_whose_property_raises_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    resource, batcher = _Unsound(), aiopar.Batcher(torch.neg, name="fine")
+    app = await _app(resource, batcher)
+    why = "_Unsound (resource 0): OSError: not now"
     async with app.router.lifespan_context(app):
-        await resource.sampled(1)
         resource.error = OSError("not now")
-        await resource.sampled(2)
-        resource.error = None
         async with _open(app) as page:
-            assert (await page.sample())["unready"] is None
+            await page.sample()
+            sample = await page.sample()
+            assert sample["unready"] == f"not ready: {why}"
+            assert sample["dead"] == f"never to serve again: {why}"
+            assert [one["name"] for one in sample["batchers"]] == ["fine"]
+            answers = [await get(app, path) for path in ("/readyz", "/healthz")]
+            assert [(one.status, one.json["detail"]) for one in answers] == [
+                (503, sample["unready"]),
+                (503, sample["dead"]),
+            ]
+            resource.error = None
+            sample = await page.sample()
+            assert sample["unready"] is sample["dead"] is None
+    raised = [f"`{quality}` of _Unsound (resource 0) raised" for quality in ("ready", "alive")]
+    assert [record.getMessage() for record in caplog.records] == raised, "each once"
+
+
+class _WithoutStats(aiopar.Batcher[Any, Any]):
+    def stats(self) -> Any:
+        raise OSError("none")
+
+
+@pytest.mark.asyncio
+async def test_the_page_says_why_it_has_no_statistics(caplog: pytest.LogCaptureFixture) -> None:
+    app = await _app(_WithoutStats(torch.neg))
+    async with app.router.lifespan_context(app), _open(app) as page:
+        await page.sample()
+        sample = await page.sample()
+        assert sample["unready"] == "no statistics: OSError: none"
+        assert sample["batchers"] == []
     assert [record.getMessage() for record in caplog.records] == [
-        "the live page has no sample of this second"
+        "the live page's look at the statistics raised"
     ]
 
 
