@@ -58,11 +58,16 @@ class ApplicationCall:
         """Wait until the application has ended."""
         await self._ended.wait()
 
+    @property
+    def left(self) -> bool:
+        """Whether the client has left."""
+        return not self._sent.statistics().open_receive_streams
+
     async def next(self) -> Message | None:
         """Return the next message of the application; at its end None, or raise its error."""
         try:
             return await self._sent.receive()
-        except anyio.EndOfStream:
+        except (anyio.EndOfStream, anyio.ClosedResourceError):
             error, self._error = self._error, None
         if error is None or not self._raises:
             return None
@@ -94,7 +99,7 @@ class ApplicationCall:
         except BaseException as error:
             if is_cancellation(error):
                 raise
-            if self._sent.statistics().open_receive_streams:
+            if not self.left:
                 self._error = error
             else:
                 logger.error("an application failed after its client had left", exc_info=error)

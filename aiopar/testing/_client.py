@@ -24,8 +24,9 @@ def client(
     `async with client(app) as http` starts the application, and gives an `httpx.AsyncClient`. The
     application may be one of FastAPI, Starlette or any other framework. At the end of the block the
     application shuts down: running requests lose their client, the block waits for their end, then
-    the lifespan ends. If the block raises or is cancelled, running requests are cancelled: they may
-    wait for a later step of the test. Runs on asyncio and trio.
+    the lifespan ends. Whoever still waits for a response gets `httpx.RemoteProtocolError`. If the
+    block raises or is cancelled, running requests are cancelled: they may wait for a later step of
+    the test. Runs on asyncio and trio.
 
     The application behaves as on a server:
 
@@ -47,7 +48,8 @@ def client(
     Args:
         app: The application, of ASGI 3.
         raise_app_exceptions: Whether the test gets an error that the application does not handle.
-            False: the client gets a response with status 500, as from a server.
+            False, as from a server: the client gets a response with status 500, or
+            `httpx.RemoteProtocolError` if the response has begun.
         options: Options of `httpx.AsyncClient`, for example `headers`. `base_url` is
             `"http://test"` if it is not given.
 
@@ -74,16 +76,16 @@ def client(
     if not callable(app):
         raise TypeError(f"app must be an ASGI application, not {described(app)}")
     try:
-        from ._transport import AsyncClient, Transport
+        from ._transport import Transport, httpx
     except ModuleNotFoundError as error:
         raise ImportError("aiopar.testing.client needs httpx: pip install httpx2") from error
 
     @asynccontextmanager
-    async def run() -> AsyncIterator[AsyncClient]:
+    async def run() -> AsyncIterator[httpx.AsyncClient]:
         requests = Tasks(CallerState())
         async with _lifespan(app) as state:
             transport = Transport(app, requests, state, raise_app_exceptions=raise_app_exceptions)
-            http = AsyncClient(transport=transport, **{"base_url": "http://test", **options})
+            http = httpx.AsyncClient(transport=transport, **{"base_url": "http://test", **options})
             try:
                 yield http
                 await transport.aclose()

@@ -7,17 +7,17 @@ from ..executor._loop_tasks import Tasks
 from ._application import Application, ApplicationCall
 
 if TYPE_CHECKING:
-    from httpx2 import AsyncBaseTransport, AsyncByteStream, AsyncClient, Request, Response
+    import httpx2 as httpx
 else:
     try:
-        from httpx2 import AsyncBaseTransport, AsyncByteStream, AsyncClient, Request, Response
+        import httpx2 as httpx
     except ModuleNotFoundError:
-        from httpx import AsyncBaseTransport, AsyncByteStream, AsyncClient, Request, Response
+        import httpx
 
-__all__ = ["AsyncClient", "Transport"]
+__all__ = ["Transport", "httpx"]
 
 
-class Transport(AsyncBaseTransport):
+class Transport(httpx.AsyncBaseTransport):
     """Calls an application for each request; `aclose` waits until the application has ended.
 
     Args:
@@ -36,7 +36,7 @@ class Transport(AsyncBaseTransport):
         self._raises = raise_app_exceptions
         self._calls: list[ApplicationCall] = []
 
-    async def handle_async_request(self, request: Request) -> Response:
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         """Return the response when it begins."""
         body = await request.aread()
         call = ApplicationCall(
@@ -49,12 +49,16 @@ class Transport(AsyncBaseTransport):
         )
         self._calls = [*(call for call in self._calls if not call.ended), call]
         try:
-            start = await call.next() or {"status": 500}
+            start = await call.next()
         except BaseException:  # also a cancellation
             call.leave()
             raise
+        if start is None:
+            if call.left:
+                raise _incomplete(call)
+            return httpx.Response(500)
         body_of = _Body(call, empty=request.method == "HEAD")
-        return Response(start["status"], headers=start.get("headers", []), stream=body_of)
+        return httpx.Response(start["status"], headers=start.get("headers", []), stream=body_of)
 
     async def aclose(self) -> None:
         """End all responses, and wait until the application has ended its requests."""
@@ -64,7 +68,7 @@ class Transport(AsyncBaseTransport):
             await call.wait_ended()
 
 
-class _Body(AsyncByteStream):
+class _Body(httpx.AsyncByteStream):
     """The body of a response."""
 
     def __init__(self, call: ApplicationCall, *, empty: bool) -> None:
@@ -72,15 +76,25 @@ class _Body(AsyncByteStream):
         self._empty = empty
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        complete = False
         while (message := await self._call.next()) is not None:
+            complete = not message.get("more_body")
             if not self._empty and message.get("body"):
                 yield message["body"]
+        if not complete:
+            raise _incomplete(self._call)
 
     async def aclose(self) -> None:
         self._call.leave()
 
 
-def _scope(request: Request, state: dict[str, Any]) -> dict[str, Any]:
+def _incomplete(call: ApplicationCall) -> httpx.RemoteProtocolError:
+    """The error of httpx for a connection that a server has closed too early."""
+    what = "the client was closed" if call.left else "the application ended"
+    return httpx.RemoteProtocolError(f"{what} before the response was complete")
+
+
+def _scope(request: httpx.Request, state: dict[str, Any]) -> dict[str, Any]:
     """The scope of a request, as uvicorn makes it."""
     url = request.url
     return {

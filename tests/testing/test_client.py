@@ -94,7 +94,7 @@ async def test_a_request_that_waits_for_the_test_ends_with_it(served: Served, ho
             served.log.append("request ended")
 
     async def ask(http: httpx2.AsyncClient) -> None:
-        with suppress(anyio.ClosedResourceError):
+        with pytest.raises(httpx2.RemoteProtocolError, match="the client was closed before the"):
             await http.get("/wait")
 
     entered = anyio.Event()
@@ -110,6 +110,32 @@ async def test_a_request_that_waits_for_the_test_ends_with_it(served: Served, ho
                     await anyio.lowlevel.checkpoint()
                 scope.deadline = anyio.current_time()
     assert served.log == ["started", "request ended", "shut down"]
+
+
+@pytest.mark.anyio
+async def test_a_response_that_is_open_at_the_end_of_the_block_is_not_complete(
+    served: Served,
+) -> None:
+    @served.app.get("/half")
+    async def half() -> StreamingResponse:
+        async def parts() -> AsyncIterator[str]:
+            yield "one"
+            await anyio.sleep_forever()
+
+        return StreamingResponse(parts())
+
+    async def read(http: httpx2.AsyncClient) -> None:
+        async with http.stream("GET", "/half") as response:
+            parts = response.aiter_raw()
+            assert await anext(parts) == b"one"
+            begun.set()
+            with pytest.raises(httpx2.RemoteProtocolError, match="client was closed before the"):
+                await anext(parts)
+
+    begun = anyio.Event()
+    async with anyio.create_task_group() as group, client(served.app) as http:
+        group.start_soon(read, http)
+        await begun.wait()
 
 
 @pytest_asyncio.fixture
@@ -218,7 +244,11 @@ async def test_errors_reach_the_test_or_become_responses(served: Served) -> None
             await http.get("/fail-later")
     async with client(served.app, raise_app_exceptions=False) as http:
         assert (await http.get("/fail")).status_code == 500
-        assert (await http.get("/fail-later")).text == "one"
+        async with http.stream("GET", "/fail-later") as response:
+            sent = response.aiter_raw()
+            assert await anext(sent) == b"one"
+            with pytest.raises(httpx2.RemoteProtocolError, match="the application ended before"):
+                await anext(sent)
 
 
 class Endless:
