@@ -401,7 +401,7 @@ class ReplicaPool(Generic[Out_co]):
             numbered = enumerate(workers)
             replicas = [PoolReplica(n, executor, one, self._settings) for n, one in numbered]
             pool = executor._dispatcher.pool
-            pool.followers.add(WeakMethod(self._follow))
+            pool.followers.add(WeakMethod(self._follow, pool.followers.discard))
             if self._settings.compile is not None:
                 pool.equalize_shares()
             tasks = self._tasks = Tasks(caller)
@@ -634,7 +634,8 @@ class ReplicaPool(Generic[Out_co]):
             for replica, copied in copies.items():
                 self._hosted = None if replica.worker.shares_memory else copied
                 if replica.state != "retired":
-                    replica.worker.on_host_lost.add(WeakMethod(self._host_lost))
+                    listeners = replica.worker.on_host_lost
+                    listeners.add(WeakMethod(self._host_lost, listeners.discard))
                     replica.install(copied)
         self._notify()
 

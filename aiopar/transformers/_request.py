@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from .._base.arguments import as_int, check_instance, check_int, check_number
+from .._base.inputs import outline
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -46,8 +47,7 @@ class Prompt:
 
     def __post_init__(self) -> None:
         if not isinstance(self.prompt, str):
-            ids = tuple(map(operator.index, self.prompt))
-            object.__setattr__(self, "prompt", ids)  # the dataclass is frozen
+            object.__setattr__(self, "prompt", _ids(self.prompt))  # the dataclass is frozen
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         for text in stop:
@@ -64,6 +64,16 @@ class Prompt:
             check_int("logprobs", self.logprobs, at_least=0)
         if self.seed is not None:
             as_int("seed", self.seed)
+
+
+def _ids(prompt: Sequence[int]) -> tuple[int, ...]:
+    try:
+        if not isinstance(prompt, bytes):  # these would be numbers from 0 to 255
+            return tuple(map(operator.index, prompt))
+    except TypeError:
+        pass
+    expected = "text or a sequence of token ids"
+    raise TypeError(f"prompt must be {expected}, got {outline(prompt)}") from None
 
 
 @dataclass(frozen=True, slots=True)

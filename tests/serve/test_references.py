@@ -386,6 +386,25 @@ async def test_pool_that_is_closed_or_dropped_frees_its_replicas(end: str) -> No
     assert await survivors(refs) == []
 
 
+@pytest.mark.parametrize("end", ["closed", "dropped"])
+async def test_pools_that_come_and_go_leave_nothing_in_their_executor(end: str) -> None:
+    def references() -> int:
+        return sum(isinstance(one, weakref.WeakMethod) for one in gc.get_objects())
+
+    async with aiopar.DeviceExecutor(CPUS) as executor:
+        await executor.run_sync(abs, 1)
+        before = references()
+        for _ in range(3):
+            pool = ReplicaPool(Scale(1.0), executor=executor, warmup=X)
+            await pool(X)
+            if end == "closed":
+                await pool.aclose()
+            gone = [weakref.ref(pool)]
+            del pool
+            assert await survivors(gone) == []
+        assert references() == before
+
+
 @pytest.mark.parametrize("verb", ["swap", "load_state_dict"])
 async def test_replaced_weights_are_freed(verb: str) -> None:
     module, new = Scale(1.0), Scale(2.0)

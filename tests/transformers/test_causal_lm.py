@@ -12,7 +12,7 @@ import anyio
 import pytest
 import torch
 import transformers
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import BatchEncoding, TopKLogitsWarper, TopPLogitsWarper
 
 import aiopar
 from aiopar import ContinuousBatcher, Done, InvalidInput
@@ -459,8 +459,15 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"prompt": 3}, TypeError, "int"),
-        ({"prompt": [1.5]}, TypeError, "float"),
+        ({"prompt": 3}, TypeError, "prompt must be text or a sequence of token ids, got int"),
+        ({"prompt": [1.5]}, TypeError, "token ids, got list of 1: float"),
+        ({"prompt": b"text"}, TypeError, "token ids, got bytes"),
+        ({"prompt": torch.ones(1, 2).long()}, TypeError, r"token ids, got Tensor int64 \[1, 2\]"),
+        (
+            {"prompt": BatchEncoding({"input_ids": [3]})},
+            TypeError,
+            "got BatchEncoding .input_ids",
+        ),
         ({"max_tokens": 0}, ValueError, "max_tokens must be at least 1, got 0"),
         ({"temperature": -1}, ValueError, "temperature must be at least 0"),
         ({"temperature": math.inf}, ValueError, "temperature must be finite"),
