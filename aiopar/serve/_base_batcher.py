@@ -128,12 +128,13 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             if self.pool is not None:
                 await self._open()  # raises, because a pool needs a loop that goes on
             return run_in_own_loop(self._call(item, timeout, priority, streams))
-        request = Request(item, awaiter, self._scheduler.group)
-        self._scheduler.submit(request)
+        scheduler = self._scheduler
+        request = Request(item, awaiter, scheduler.group)
+        scheduler.submit(request)
         try:
             if not self._opened:
-                timeout = await self._open_for(request, timeout)
-            self._queue(request, timeout, priority, streams)
+                scheduler, timeout = await self._open_for(request, timeout)
+            self._queue(scheduler, request, timeout, priority, streams)
             # The loop may run inside a call on the worker that the batch needs.
             thread_hooks.about_to_block()
             await awaiter
@@ -152,10 +153,15 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             del request, awaiter
 
     def _queue(
-        self, request: Request, timeout: float | None, priority: int, streams: Streams
+        self,
+        scheduler: Scheduler,
+        request: Request,
+        timeout: float | None,
+        priority: int,
+        streams: Streams,
     ) -> None:
         """Queue a request."""
-        scheduler, settings = self._scheduler, self._settings
+        settings = self._settings
         request.priority = priority
         try:
             # The user's functions are called here, and what they return is checked: the queue
@@ -197,11 +203,11 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         self,
         request: Request,
         timeout: float | None,  # noqa: ASYNC109
-    ) -> float | None:
-        """Open the batcher, which may take long, and return the rest of the timeout."""
+    ) -> tuple[Scheduler, float | None]:
+        """Open the batcher, which may take long; return its scheduler and the rest of `timeout`."""
         try:
             with cancel_scope(timeout) as scope:
-                await self._open()
+                scheduler = await self._open()
             if scope.cancelled_caught:
                 request.outcome = "expired"
                 raise DeadlineExceeded(f"the batcher was not open after {timeout:.3g} s")
@@ -216,10 +222,10 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         if timeout is not None:
             timeout = max(0.0, timeout - (now - request.arrived))
         request.arrived = now
-        if request.group is not self._scheduler.group:  # closed and opened again meanwhile
-            request.group = self._scheduler.group
-            self._scheduler.submit(request)
-        return timeout
+        if request.group is not scheduler.group:  # closed and opened again meanwhile
+            request.group = scheduler.group
+            scheduler.submit(request)
+        return scheduler, timeout
 
     def _expire(self, request: Request) -> None:
         # The place in the queue is free before the caller gets the error.
@@ -269,12 +275,13 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         awaiter = awaiter_here()
         if awaiter is None:
             raise RuntimeError("a stream is read in an event loop, and none runs here")
-        request = StreamRequest(item, awaiter, self._scheduler.group, buffer)
-        self._scheduler.submit(request)
+        scheduler = self._scheduler
+        request = StreamRequest(item, awaiter, scheduler.group, buffer)
+        scheduler.submit(request)
         try:
             if not self._opened:
-                timeout = await self._open_for(request, timeout)
-            self._queue(request, timeout, priority, streams)
+                scheduler, timeout = await self._open_for(request, timeout)
+            self._queue(scheduler, request, timeout, priority, streams)
         except GeneratorExit:
             self._leave_soon(request)
             raise
@@ -290,17 +297,17 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         return replicas is not None and (pool is None or replicas is pool._replicas)
 
     @ki_protected
-    async def _open(self) -> None:
+    async def _open(self) -> Scheduler:
         if self._scheduler.closing:
             raise ServiceClosed("the batcher is closed")
         if self.pool is not None:
             await self.pool._open_for(frozenset(self._settings.batch_sizes or ()))
         with self._opening:  # the first calls may come from several loops, in several threads
-            if self._opened:
-                return
-            replicas = () if self.pool is None else self.pool._replicas
-            self._scheduler.use_runners(self._make_runners(replicas))
-            self._replicas = replicas
+            if not self._opened:
+                replicas = () if self.pool is None else self.pool._replicas
+                self._scheduler.use_runners(self._make_runners(replicas))
+                self._replicas = replicas
+            return self._scheduler
 
     @property
     def ready(self) -> bool:
@@ -396,7 +403,8 @@ class BaseBatcher(Generic[In_contra, Out_co]):
             await closed.drained
             with self._opening:
                 if self._scheduler is closed:  # else another task has made it new
-                    self._scheduler, self._replicas = self._new_scheduler(), None
+                    self._replicas = None  # first: a new scheduler is not open yet
+                    self._scheduler = self._new_scheduler()
         await self._open()
         return self
 

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -49,6 +49,35 @@ def test_one_after_the_other(runner: str, on_loop: bool) -> None:
         RUNNERS[runner](main)
     RUNNERS[runner](batcher.aclose)
     assert batcher.stats().answered == 3
+
+
+def test_other_threads_call_it_while_it_is_opened_again() -> None:
+    outcomes: list[Future[Any]] = []
+
+    async def call() -> Any:
+        with suppress(aiopar.ServiceClosed):
+            return await batcher(1)
+
+    class Stepped(Batcher[Any, Any]):
+        """Another thread calls it after each change of its attributes."""
+
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if closed:
+                outcomes.append(threads.submit(asyncio.run, call()))
+                wait(outcomes[-1:], timeout=0.2)  # the call may wait for this thread
+
+    closed = False
+    with ThreadPoolExecutor() as threads:
+        batcher = Stepped(Recorder(), collate_fn=list)
+        asyncio.run(batcher.__aenter__())
+        asyncio.run(batcher.aclose())
+        closed = True
+        asyncio.run(batcher.__aenter__())
+    answers = [outcome.result() for outcome in outcomes]
+    assert {*answers} == {None, "1"}
+    stats = batcher.stats()
+    assert (stats.answered, stats.in_flight) == (answers.count("1"), 0)
 
 
 @pytest.mark.parametrize("on_loop", [False, True])
