@@ -19,13 +19,21 @@ from .._base.arguments import as_kwargs, check_bound, check_int, check_number
 from .._base.forking import live_methods
 from ..errors import WorkerLost
 from ..executor._call import CallQueue
+from ..executor._gang import on_host
 from ..executor._pool import _close_at_exit
 from ..executor._worker import HostInfo, current_call
 from ..remote._executor import HostExecutor, HostSlot, HostWorker
 from ..remote._host import Host, Task, encode, outcome, parts_of_call, parts_of_kept
 from ._actor import RayEncoder, actor_class, from_message, to_message
 from ._link import LEASE, ActorLink
-from ._session import NAMESPACE, Session, cluster_address, enter_session, leave_session
+from ._session import (
+    NAMESPACE,
+    Session,
+    check_joined,
+    cluster_address,
+    enter_session,
+    leave_session,
+)
 
 _OWN_OPTIONS = {
     *("num_cpus", "num_gpus", "name", "namespace", "lifetime", "get_if_exists", "max_restarts"),
@@ -69,7 +77,7 @@ class RayExecutor(HostExecutor):
             at a time; the next one travels meanwhile.
         address: The address of a cluster, as for `ray.init`. None: that of `RAY_ADDRESS`, or of the
             latest `ray start` on this machine, or else `"local"`, which starts a Ray of its own. If
-            the program has called `ray.init` before, that cluster is used. The log names the
+            this process has joined a cluster before, that cluster is used. The log names the
             cluster, and warns if it does not answer within 5 seconds.
         ray_actor_options: More options of the actors (`resources`, `scheduling_strategy`,
             `runtime_env`, ...), as for `ray.actor.ActorClass.options`.
@@ -86,6 +94,8 @@ class RayExecutor(HostExecutor):
         TypeError: An argument has a wrong type.
         ValueError: A number is too low, or `ray_actor_options` has an unknown option, or one that
             `RayExecutor` sets.
+        RuntimeError: This process has joined another cluster than that at `address`. While it is
+            still joining, the calls raise this error.
 
     Example:
         >>> import asyncio, aiopar, aiopar.ray, torch
@@ -130,6 +140,8 @@ class RayExecutor(HostExecutor):
             slot=partial(_RaySlot, actors=actors),
             worker=_RayWorker,
         )
+        if not on_host():  # see `HostWorker`
+            actors.join()  # now, so that the first executor of a program decides the cluster
 
 
 def _actor_options(
@@ -148,7 +160,8 @@ def _check_words(address: str | None, name: str | None) -> None:
     for what, word in (("address", address), ("name", name)):
         if not isinstance(word, str | None):
             raise TypeError(f"{what} must be a str or None, not {type(word).__name__}")
-    used = address if ray.is_initialized() else cluster_address(address)
+    joined = ray.is_initialized()
+    used = address if joined else cluster_address(address)
     if used is not None and used.startswith("ray://"):
         raise ValueError(
             "address, or RAY_ADDRESS, must name a cluster that this machine has joined, "
@@ -157,6 +170,8 @@ def _check_words(address: str | None, name: str | None) -> None:
         )
     if name == "":
         raise ValueError("name must not be empty")
+    if joined:
+        check_joined(address)
 
 
 class _RayWorker(HostWorker):
@@ -328,12 +343,17 @@ class _Actors:
         if session is not None:
             leave_session(session)
 
+    def join(self) -> Session:
+        """Join the cluster, or try again if that has failed."""
+        with self._lock:
+            if self._session is None or self._session.failed:
+                self._session = enter_session(self.address)
+            return self._session
+
     def start(self, slot: _RaySlot) -> _RayHost:
         """Connect a slot to its actor, or to a new actor if the last one was lost."""
+        session = self.join()
         with self._lock:
-            session = self._session
-            if session is None or session.failed:
-                session = self._session = enter_session(self.address)
             link = self.links.get(slot.number)
             if link is None or link.is_lost:
                 make, shared = partial(self._make, slot), self.name is not None
@@ -343,7 +363,7 @@ class _Actors:
                 self.links[slot.number] = link
                 session.watch(link)
             link.workers.append(slot.host_lost)
-        return _RayHost(link, slot, session.ready)
+        return _RayHost(link, slot, session.ready_for(self.address))
 
     def _make(self, slot: _RaySlot) -> Any:
         options = dict(self.options)

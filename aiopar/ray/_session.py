@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from ipaddress import ip_address
 from typing import Any
 
 import ray
@@ -75,8 +76,7 @@ class Session(threading.Thread):
                 include_dashboard=False,
                 logging_level=logging.ERROR,
             )
-        # The name of a session of Ray ends with the id of the process that has started it.
-        started = context.address_info["session_dir"].endswith(f"_{os.getpid()}")
+        started = _started_here(context.address_info["session_dir"])
         logger.info("Ray: started %s" if started else "Ray: joined %s", _cluster())
         return True
 
@@ -90,6 +90,22 @@ class Session(threading.Thread):
             except OSError:
                 if self._stopping.wait(_PERIOD):
                     raise
+
+    def ready_for(self, address: str | None) -> Future[None]:
+        """As `ready`, for one executor; fails if the executor's `address` is another cluster's."""
+        ready: Future[None] = Future()
+
+        def joined(done: Future[None]) -> None:
+            try:
+                done.result()
+                check_joined(address)
+            except BaseException as error:  # noqa: BLE001  # the calls raise it
+                ready.set_exception(error)
+            else:
+                ready.set_result(None)
+
+        self.ready.add_done_callback(joined)
+        return ready
 
     @property
     def failed(self) -> bool:
@@ -134,6 +150,43 @@ def _patience(link: ActorLink, *, suspect: bool) -> int:
 
 def _cluster() -> str:
     return f"the cluster at {ray.get_runtime_context().gcs_address}"
+
+
+def check_joined(address: str | None) -> None:
+    """Check that `address` means the cluster that this process has joined.
+
+    Raises:
+        RuntimeError: It means another cluster. A process can join one only.
+    """
+    context = ray.get_runtime_context()
+    if address is None or address in ("auto", context.gcs_address):
+        return
+    if address == "local":
+        same = _started_here(context.get_session_name())
+    else:
+        same = not _endpoints(address).isdisjoint(_endpoints(context.gcs_address))
+    if not same:
+        raise RuntimeError(
+            f"address={address!r}, but this process has joined {_cluster()}, and can join only one"
+        )
+
+
+def _started_here(session: str) -> bool:
+    # The name of a session of Ray ends with the id of the process that has started it.
+    return session.endswith(f"_{os.getpid()}")
+
+
+def _endpoints(address: str) -> set[tuple[str, str]]:
+    """The IP addresses of a `"host:port"`, each with the port."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host.strip("[]"), None)}
+    except OSError:  # there is no such host
+        return set()
+    if any(ip_address(one).is_loopback for one in found):
+        # Ray calls this machine so.
+        found.add(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # of Ray
+    return {(one, port) for one in found}
 
 
 def cluster_address(address: str | None) -> str | None:

@@ -354,6 +354,15 @@ def test_bad_arguments_are_refused(
         RayExecutor(**{"num_actors": 1, **arguments})
 
 
+def test_a_process_joins_one_cluster(cluster: Any) -> None:
+    port = cluster.address.rpartition(":")[2]
+    for its_own in (cluster.address, f"localhost:{port}", f"127.0.0.1:{port}", "auto", None):
+        RayExecutor(1, address=its_own).shutdown()
+    for other in ("192.0.2.1:6379", "localhost:1", "no such name:1"):
+        with pytest.raises(RuntimeError, match=f"address='{other}', but .* has joined the cluster"):
+            RayExecutor(1, address=other)
+
+
 def test_a_ray_client_in_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "ray://x:1")
     monkeypatch.setattr(ray, "is_initialized", lambda: False)

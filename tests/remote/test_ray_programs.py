@@ -50,6 +50,10 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
         return Point(point.x + 1)
 
     with aiopar.ray.RayExecutor(1, address="local") as executor:
+        # Ray is not joined yet.
+        other = aiopar.ray.RayExecutor(1, address="127.0.0.1:1", in_flight=1)
+        print(type(other.submit(abs, -1).exception()).__name__)
+        other.shutdown()
         result = executor.submit(moved, Point(1)).result()
         print(type(result) is Point, result.x)
         error = executor.submit(moved, Point(None)).exception()
@@ -64,7 +68,11 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
     )
     assert (code, out, err) == (
         0,
-        "Ray: started the cluster\nTrue 2\nTrue True\nFalse 1\nRay: started the cluster\n16\n",
+        "Ray: started the cluster\n"
+        "worker ray:0/cpu cannot start: RuntimeError: address='127.0.0.1:1', but this process has "
+        "joined the cluster\n"
+        "RuntimeError\nTrue 2\nTrue True\nFalse 1\n"
+        "Ray: started the cluster\n16\n",
         "",
     )
 
@@ -168,7 +176,7 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
 
 
 _DRIVER = """
-import aiopar.ray, logging
+import aiopar.ray, contextlib, logging
 from pathlib import Path
 aiopar.ray._executor.LEASE = {lease}
 from tests.remote.test_ray import Logged, pids, wait_for
@@ -183,6 +191,9 @@ async def main():
         aiopar.ReplicaPool(Logged(folder), executor=executor, warmup=x) as pool,
     ):
         await pool(x)
+        with contextlib.suppress(RuntimeError):
+            aiopar.ray.RayExecutor(1, address="local")
+            print("joined a second Ray")
         print(pids(executor), flush=True)
         await aiopar.run_sync(wait_for, folder / {until!r})
 
