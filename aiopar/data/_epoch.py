@@ -172,8 +172,9 @@ class LoaderStream(AsyncOnly, Generic[Batch_co]):
     tasks and worker processes have ended.
     """
 
-    def __init__(self, epoch: Epoch) -> None:
+    def __init__(self, epoch: Epoch, owner: object) -> None:
         self._epoch = epoch
+        self._owner = owner  # keeps the persistent workers, even if the loader is dropped
 
     @property
     def closed(self) -> bool:

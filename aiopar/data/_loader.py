@@ -22,6 +22,7 @@ from .._base.arguments import (
     length_of,
     short_repr,
 )
+from .._base.destructors import destructor
 from .._base.devices import Device, parse_device, parse_devices
 from .._base.thread_state import CallerState
 from ..executor._executor import DeviceExecutor, check_executor
@@ -385,7 +386,7 @@ class AsyncDataLoader(AsyncOnly, Generic[Batch_co]):
                 "its end or close it (`aclose`), or make another loader"
             )
         self._epoch = self._epochs.begin()
-        return LoaderStream(self._epoch)
+        return LoaderStream(self._epoch, self._epochs)
 
     @property
     def _is_iterated(self) -> bool:
@@ -590,6 +591,13 @@ class _EpochFactory:
         self._executor: DeviceExecutor | None = None  # the persistent threads
         self._init: WorkerInit | None = None
         self._epochs: list[Epoch] = []  # those that may still run
+
+    @destructor
+    def __del__(self) -> None:
+        # Without a GIL an idle thread keeps what it has used. Persistent processes would then wait
+        # for a garbage collection, in which torch cannot end them.
+        if self._executor is not None:
+            self._executor.shutdown(wait=False)
 
     def begin(self) -> Epoch:
         """A new epoch; nothing starts before it is read."""
