@@ -231,7 +231,7 @@ def plot(measured: dict[str, Measured], path: Path) -> None:
     lags.axhline(1, color="gray", linestyle=":")
     lags.set(title="Beats of the event loop that are later, % (dotted: p99)", xlabel="ms")
     lags.set(xscale="log", yscale="log")
-    lags.legend()
+    lags.legend(loc="upper right")
     medians = [statistics.median(one.texts_per_second) for one in measured.values()]
     speeds.barh([*measured], medians, color=[f"C{index}" for index in range(len(measured))])
     speeds.invert_yaxis()

@@ -330,13 +330,13 @@ def plot(by_way: dict[Way, Outcome], by_number: dict[Way, dict[int, float]], pat
         waits = [1000 * outcome.wait(1 - share) for share in shares]
         tails.plot(waits, [100 * share for share in shares], color=colors[way], label=way.name)
     tails.set(title="Calls that wait longer, %", xlabel="wait for the replica, ms", yscale="log")
-    tails.legend()
+    tails.legend(loc="upper right")
     for way, waits_of in by_number.items():
         waits = [1000 * wait for wait in waits_of.values()]
         numbers.plot(range(len(waits)), waits, "o-", color=colors[way], label=way.name)
     numbers.set(title="p99 of the wait, ms", xlabel="front ends")
     numbers.set_xticks(range(len(waits)), [str(number) for number in waits_of])
-    numbers.legend()
+    numbers.legend(loc="upper left")
     names = [way.name for way in by_way]
     losses.barh(names, [one.hung for one in by_way.values()], color=[*colors.values()])
     losses.invert_yaxis()

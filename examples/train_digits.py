@@ -206,7 +206,7 @@ def plot(curves: dict[str, Curve], path: Path) -> None:
         epochs = range(1, len(curve.accuracies) + 1)
         accuracies.plot(epochs, [100 * accuracy for accuracy in curve.accuracies], style)
     losses.set(title="Training loss", xlabel="step", yscale="log")
-    losses.legend()
+    losses.legend(loc="upper right")
     accuracies.set(title="Test accuracy, %", xlabel="epoch", ylim=(70, 100))
     figure.savefig(path)
     pyplot.close(figure)

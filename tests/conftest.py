@@ -171,7 +171,11 @@ def cluster() -> Iterator[object]:
     cluster = Cluster()
     try:
         cluster.add_node(
-            num_cpus=8, num_gpus=1, object_store_memory=200 << 20, include_dashboard=False
+            num_cpus=8,
+            num_gpus=1,
+            object_store_memory=200 << 20,
+            include_dashboard=False,
+            _system_config={"worker_niceness": 0},  # else actors hardly run on a busy machine
         )
         # On a thread: on the main thread Ray would replace the handler of SIGTERM.
         init = threading.Thread(target=ray.init, args=(cluster.address,))

@@ -68,6 +68,9 @@ class Session(threading.Thread):
         if ray.is_initialized():
             logger.info("Ray: the program has joined %s", _cluster())
             return False
+        # Of a Ray that is started here. Ray's default is 15: beside busy processes an actor would
+        # get 3 % of a core, would start late, and would miss pings.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         with _sigterm_kept(), _warned_if_slow(self._address):
             self._await_cluster()
             context: Any = ray.init(
@@ -222,7 +225,8 @@ def _check(link: ActorLink, pulse: _Pulse, misses: int) -> None:
         pulse.misses += 1
         if pulse.misses == _PATIENCE:
             options = {name: value for name, value in link.options.items() if value}
-            logger.warning("worker %s waits until Ray has room for %s", link.name, options)
+            words = "worker %s has not started within %g s: Ray has no room for %s, or is slow"
+            logger.warning(words, link.name, _PATIENCE * _PERIOD, options)
     elif pulse.ping is not None and not pulse.ping.done():
         pulse.misses += 1
         if pulse.misses >= misses:

@@ -113,4 +113,4 @@ def _draw(axes: "Axes", curves: Sequence[Curve], title: str) -> None:
     axes.set_xlabel("requests per second")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(loc="upper left", fontsize=8)

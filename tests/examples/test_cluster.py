@@ -1,5 +1,6 @@
 """A small corpus on a cluster that loses a node."""
 
+import os
 import re
 import subprocess
 import sys
@@ -20,8 +21,9 @@ EVENTS = [
 
 def test_all_texts_are_embedded_although_a_node_is_killed() -> None:
     finished = subprocess.run(  # the cluster would change this process
-        [sys.executable, "examples/cluster.py", "--texts", "120"],
+        [sys.executable, "examples/cluster.py", "--texts", "96"],
         cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},  # two threads wait for each other on busy cores
         capture_output=True,
         text=True,
         timeout=280,
@@ -30,7 +32,7 @@ def test_all_texts_are_embedded_although_a_node_is_killed() -> None:
     assert finished.returncode == 0, finished.stderr
     events = re.findall(r"^ +[\d.]+ s +(\d+) texts   (.+)$", finished.stdout, re.MULTILINE)
     assert [event for _, event in events] == EVENTS
-    assert 40 <= int(events[0][0]) < 120  # killed while there was something to do
+    assert 32 <= int(events[0][0]) < 96  # killed while there was something to do
     # The program itself compares the embeddings.
-    assert "\nall 120 texts are embedded after " in finished.stdout
+    assert "\nall 96 texts are embedded after " in finished.stdout
     assert re.search(r"^wait of a text: median .+ s, longest .+ s$", finished.stdout, re.MULTILINE)

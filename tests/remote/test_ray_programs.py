@@ -58,6 +58,7 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
         print(type(result) is Point, result.x)
         error = executor.submit(moved, Point(None)).exception()
         print(type(error) is Failed, type(error.args[1]) is Point)
+        print("niceness", executor.submit(os.nice, 0).result() - os.nice(0))
     print(ray.is_initialized(), threading.active_count())
 
     aiopar.ray._link._GIVES_UP_AFTER = 200.0  # a busy machine starts Ray slowly
@@ -66,15 +67,19 @@ def test_a_program_without_ray_has_its_own_until_it_ends() -> None:
     queued[-1].add_done_callback(lambda future: print(future.result(), flush=True))
     """
     )
-    assert (code, out, err) == (
-        0,
-        "Ray: started the cluster\n"
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [
+        "Ray: started the cluster",
         "worker ray:0/cpu cannot start: RuntimeError: address='127.0.0.1:1', but this process has "
-        "joined the cluster\n"
-        "RuntimeError\nTrue 2\nTrue True\nFalse 1\n"
-        "Ray: started the cluster\n16\n",
-        "",
-    )
+        "joined the cluster",
+        "RuntimeError",
+        "True 2",
+        "True True",
+        "niceness 0",
+        "False 1",
+        "Ray: started the cluster",
+        "16",
+    ]
 
 
 def test_a_program_ends_whose_cluster_does_not_answer() -> None:
@@ -171,7 +176,7 @@ def test_an_executor_that_a_running_service_opens_drains_on_sigterm(cluster: Any
     code, out, err = process.end()
     assert out == "closed\n"
     # On a busy machine the actor starts so late that a warning says so.
-    assert [line for line in err.splitlines() if "waits until Ray has room" not in line] == []
+    assert [line for line in err.splitlines() if "has not started within" not in line] == []
     assert code in (0, -signal.SIGTERM)
 
 
