@@ -1,5 +1,6 @@
 """Where the parts of batches run: on workers, and on the event loops of callers."""
 
+import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
@@ -86,6 +87,8 @@ def run_user_code(caller: CallerState, fn: Callable[..., Any], args: tuple[Any, 
     assert worker is not None  # noqa: S101  # batches run on workers
     try:
         return worker.run(fn, args, NO_KWARGS, caller)
+    except asyncio.CancelledError as error:  # of a loop of its own: nobody cancels a worker
+        raise stand_in("the function raised a cancellation", error) from error
     finally:
         del fn, args  # an error's traceback holds this frame
 

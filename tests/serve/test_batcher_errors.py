@@ -31,6 +31,7 @@ from .batches import (
     on_asyncio,
     open_batcher,
     outcomes_in,
+    outcomes_of,
     together,
 )
 from .streams import full
@@ -168,6 +169,25 @@ async def test_an_item_has_failed_whatever_its_function_raises(
         assert last is not None
         assert last.text.startswith(f"{got.__name__}: the function")
         assert await ask("good") == "good"
+
+
+async def raise_a_cancellation() -> None:
+    task = asyncio.ensure_future(asyncio.sleep(0))
+    task.cancel()
+    await task
+
+
+async def test_an_item_whose_own_loop_raises_a_cancellation_fails_alone(workers: Workers) -> None:
+    def fn(items: list[int]) -> list[int]:
+        if 1 in items:
+            asyncio.run(raise_a_cancellation())
+        return items
+
+    async with open_batcher(workers, fn, **full(3)) as batcher:
+        good, bad, fine = await outcomes_of(batcher, range(3))
+    assert (good, fine) == (0, 2)
+    assert isinstance(bad.__cause__, asyncio.CancelledError)
+    assert outcomes_in(batcher.stats()) == {"answered": 2, "failed": 1}
 
 
 def scored(batch: Tensor) -> Tensor:
