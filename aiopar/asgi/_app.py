@@ -75,7 +75,8 @@ def install(
       response says why. A load balancer should then send requests elsewhere.
     - `/metrics` shows the metrics of prometheus-client, as text or as OpenMetrics, whichever the
       request asks for: all metrics, or those named by `?name[]=`. If `PROMETHEUS_MULTIPROC_DIR` is
-      set, these are the metrics of all processes. Without the extra `metrics` there is no route.
+      set, these are the metrics of all processes. Metrics of aiopar are there only if the service
+      makes a `PrometheusMetrics`. Without the extra `metrics` there is no route.
     - `dashboard="/aiopar"` adds a live page for operators: requests, failures, refusals, queue,
       batch sizes and durations of each batcher; steps and parts of a `ContinuousBatcher`; models
       of a `ModelStore`; replicas, workers, and the delay of the event loop. The page shows the

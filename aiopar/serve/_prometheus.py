@@ -43,6 +43,7 @@ class PrometheusMetrics:
     - `batcher_refusals_total` (batcher, cause): refused requests, see `BatcherStats.refused`
     - `batcher_queue_length` (batcher): items in the queue
     - `batcher_in_flight` (batcher): items out of the queue, without an outcome yet
+    - `batcher_request_seconds` (batcher): histogram: an answered request's time, see below
     - `batcher_queue_wait_seconds` (batcher): histogram: an item's time from call to batch
     - `batcher_batch_size` (batcher): histogram: items of a batch
     - `batcher_compute_seconds` (batcher): histogram: a batch's time until outputs are complete
@@ -67,6 +68,9 @@ class PrometheusMetrics:
     `batch_key` or `cost` raised, or the pool did not open); `refused` (for one of the causes);
     `expired` (its deadline passed); or `cancelled` (its caller was cancelled, or left a stream
     before its end).
+
+    The time of an answered request runs from the call until its caller has the output, or has read
+    all parts. Other requests have no time there.
 
     The last four metrics of batchers have values only for a `ContinuousBatcher`. There a batch in
     the names and texts above is a step: `batcher_batch_size` has the items of a step, and
@@ -305,6 +309,7 @@ class _Observer(BatchObserver):
         """Begin at zero; also called in a forked child, whose parent keeps its counts."""
         # Every outcome from 0: Prometheus does not see the rise of a count that begins at 1.
         self.outcomes: Counter[Outcome] = Counter(dict.fromkeys(get_args(Outcome), 0))
+        self.request = _Histogram(_SECONDS)
         self.queue_wait = _Histogram(_SECONDS)
         self.compute_seconds = _Histogram(_SECONDS)
         self.first_part = _Histogram(_SECONDS)
@@ -313,6 +318,8 @@ class _Observer(BatchObserver):
     def completed(self, item: ItemInfo, error: BaseException | None) -> None:
         with self.lock:
             self.outcomes[item.outcome] += 1
+            if item.outcome == "answered":
+                self.request.add(monotonic() - item.arrived)
         if self._collector.shared is not None:
             self._collector.shared.start()
 
@@ -341,6 +348,7 @@ _METRICS = (
     ("batcher_refusals", "Counter", "Requests that were refused.", ("batcher", "cause")),
     ("batcher_queue_length", "Gauge", "Items in the queue.", ("batcher",)),
     ("batcher_in_flight", "Gauge", "Items out of the queue, without an outcome.", ("batcher",)),
+    ("batcher_request_seconds", "Histogram", "Time of an answered request.", ("batcher",)),
     ("batcher_queue_wait_seconds", "Histogram", "Time from call to batch.", ("batcher",)),
     ("batcher_batch_size", "Histogram", "Items of a batch.", ("batcher",)),
     ("batcher_compute_seconds", "Histogram", "Time that a batch took.", ("batcher",)),
@@ -440,7 +448,11 @@ def _add_batcher(
     with observer.lock:
         for outcome, count in observer.outcomes.items():
             families["batcher_requests"].add_metric([name, outcome], count)
-        times = {"queue_wait": observer.queue_wait, "compute": observer.compute_seconds}
+        times = {
+            "request": observer.request,
+            "queue_wait": observer.queue_wait,
+            "compute": observer.compute_seconds,
+        }
         if isinstance(stats, ContinuousStats):
             families["batcher_parts"].add_metric([name], stats.parts)
             families["batcher_preemptions"].add_metric([name], stats.preempted)

@@ -33,7 +33,7 @@ async def _scraped() -> dict[str, dict[str, set[str]]]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             # Prometheus adds the job and the instance.
-            labels = found.setdefault(sample.name, {"job": {"service"}, "instance": {"host"}})
+            labels = found.setdefault(sample.name, {"job": {"embeddings"}, "instance": {"host"}})
             for label, value in sample.labels.items():
                 labels.setdefault(label, set()).add(value)
     return found

@@ -93,6 +93,7 @@ async def test_outcomes_of_requests_are_counted(registry: CollectorRegistry) -> 
     }
     assert scrape("aiopar_batcher_queue_length", batcher="fn") == 0
     assert scrape("aiopar_batcher_in_flight", batcher="fn") == 0
+    assert scrape("aiopar_batcher_request_seconds_count", batcher="fn") == 1, "only answered ones"
     metrics.close()
 
 
@@ -110,7 +111,13 @@ async def test_histograms_of_items_and_batches(registry: CollectorRegistry) -> N
     # The batch of the item "first" began before the metrics.
     assert scrape("aiopar_batcher_queue_wait_seconds_count", batcher="fn") == 3
     assert scrape("aiopar_batcher_compute_seconds_count", batcher="fn") == 2
-    for name in ("queue_wait", "compute"):
+    assert scrape("aiopar_batcher_request_seconds_count", batcher="fn") == 3
+    request, wait = (
+        scrape(f"aiopar_batcher_{name}_seconds_sum", batcher="fn")
+        for name in ("request", "queue_wait")
+    )
+    assert request > wait, "a request waits, and then its batch runs"
+    for name in ("request", "queue_wait", "compute"):
         assert scrape(f"aiopar_batcher_{name}_seconds_sum", batcher="fn") > 0
         counts = scrape.by(f"aiopar_batcher_{name}_seconds_bucket", "le", batcher="fn")
         assert list(counts.values()) == sorted(counts.values())
@@ -144,6 +151,7 @@ async def test_steps_of_a_continuous_batcher(registry: CollectorRegistry) -> Non
     assert scrape("aiopar_batcher_parts_total", batcher="steps") == stats.parts == 4
     assert scrape("aiopar_batcher_preemptions_total", batcher="steps") == 0
     for name, count in (
+        ("request_seconds", 2),
         ("queue_wait_seconds", 3),
         ("batch_size", 3),
         ("compute_seconds", 3),
@@ -345,7 +353,7 @@ def test_close_unregisters_the_metrics(given: CollectorRegistry | None) -> None:
 def test_metrics_follow_the_conventions_and_are_documented(registry: CollectorRegistry) -> None:
     PrometheusMetrics(registry=registry, namespace="")
     families = Scrape(registry).families
-    assert len(families) == 22
+    assert len(families) == 23
     for name, family in families.items():
         assert family.documentation.endswith("."), name
         assert not name.endswith("_total"), "the sample of a counter has this suffix"

@@ -155,6 +155,7 @@ def test_one_scrape_has_the_metrics_of_all_workers(served: Served) -> None:
     assert sizes[batcher | {("le", "+Inf")}] == len(pids)
     assert found["aiopar_batcher_batch_size_count"][batcher] == len(pids)
     assert found["aiopar_batcher_batch_size_sum"][batcher] == len(pids)
+    assert found["aiopar_batcher_request_seconds_count"][batcher] == len(pids)
     assert found["aiopar_batcher_queue_length"][batcher] == 0
     assert set(served.scrape(f"?name[]={requests}")) == {requests}
 
@@ -201,7 +202,7 @@ def test_a_forked_process_writes_its_own_counts_without_those_of_its_parent(
     assert writers == ({child, parent} if requests else {parent})
     registry = _registry(tmp_path)
     labels = {"batcher": "neg"}
-    for name in ("batch_size_count", "compute_seconds_count"):
+    for name in ("batch_size_count", "compute_seconds_count", "request_seconds_count"):
         assert registry.get_sample_value(f"aiopar_batcher_{name}", labels) == 3 + requests
     labels["outcome"] = "answered"
     assert registry.get_sample_value("aiopar_batcher_requests_total", labels) == 3 + requests
