@@ -46,7 +46,7 @@ async def test_the_batch_is_cancelled_when_no_caller_is_left(
         async with anyio.create_task_group() as tasks:
             callers = Callers(batcher, tasks)
             for n in range(3):
-                callers.call(n, timeout=0.2 + n / 100 if how == "deadline" else None)
+                callers.call(n, timeout=1.0 + n / 100 if how == "deadline" else None)
             await until(lambda: len(held.runs) == 1)
             if how == "cancelled":
                 callers.cancel(0)
@@ -216,7 +216,7 @@ async def test_the_running_step_is_cancelled_when_no_reader_is_left(
         batcher.add_observer(ends)
         async with anyio.create_task_group() as tasks:
             readers = Readers(batcher, tasks)
-            readers.read(1, 2, timeout=0.05 if how == "deadline" else None)
+            readers.read(1, 2, timeout=0.5 if how == "deadline" else None)
             if how == "cancelled":
                 await until(lambda: len(waiting) == 1)
                 readers.cancel(1)

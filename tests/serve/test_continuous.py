@@ -125,7 +125,7 @@ async def test_a_caller_that_leaves_frees_its_slot_within_a_step(way: str) -> No
         async def call() -> None:
             if way == "cancel an await":
                 await batcher(item)
-            stream = batcher.stream(item, timeout=0.05 if way == "deadline" else None)
+            stream = batcher.stream(item, timeout=0.5 if way == "deadline" else None)
             with anyio.CancelScope() as scope:
                 await anext(stream)
                 if way == "deadline":
