@@ -121,6 +121,7 @@ def map(  # noqa: A001  # it does to batches what the built-in does to items
             function on threads of the stream's own; 16 for an async function.
         in_order: Whether outputs come in the order of the batches, or as soon as they are ready.
         progress: Whether to show a progress bar, with time left if the number of batches is known.
+            It counts the batches whose output was read, not the items in them.
         total: The number of batches, for the progress bar. None: the length of `source`. The length
             of a `Pipeline` is known unless it has a `filter` or `flat_map`.
 

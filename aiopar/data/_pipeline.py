@@ -74,6 +74,7 @@ class Verb:
     """How many items go in for each item that comes out. None: this depends on the items."""
     length: Callable[[int], int] | None = operator.index
     """How many items come out for a number that goes in. None: this depends on the items."""
+    unit: str | None = None  # what comes out, for the progress bar; None: what goes in
     in_order: bool = True
     shuffles: bool = False
     generator: torch.Generator | None = None  # of a shuffle; None: torch's default generator
@@ -223,7 +224,7 @@ class Pipeline(AsyncOnly, Generic[T]):
         """
         name = f"flat_map({name_of(_check_function(fn))})"
         build = partial(_flat_map_steps, fn, check_bound("concurrency", concurrency), name)
-        return self._then(Verb(name, build, None, length=None))
+        return self._then(Verb(name, build, None, length=None, unit="item"))
 
     def shuffle(
         self, buffer_size: int, *, generator: torch.Generator | None = None
@@ -254,7 +255,8 @@ class Pipeline(AsyncOnly, Generic[T]):
         batch_size = check_int("batch_size", batch_size, at_least=1)
         step = InlineStep(partial(batched, size=batch_size, drop_last=drop_last), blocks=False)
         build, length = partial(_one_step, step), partial(_batches, batch_size, drop_last)
-        return self._then(Verb(f"batch({batch_size})", build, batch_size, length=length))
+        verb = Verb(f"batch({batch_size})", build, batch_size, length=length, unit="batch")
+        return self._then(verb)
 
     def prefetch(self, buffer_size: int) -> "Pipeline[T]":
         """Set the buffer of the previous step: at most `buffer_size` items run or are ready there.
@@ -286,9 +288,11 @@ class Pipeline(AsyncOnly, Generic[T]):
     def progress(self, total: int | None = None) -> "Pipeline[T]":
         """Show a progress bar with the rate and, if the number of items is known, the time left.
 
+        The bar counts what the pipeline delivers: batches after `batch`, else items.
+
         Args:
-            total: How many items will be delivered. None: as the length of the source says, unless
-                the pipeline has a `filter` or `flat_map`.
+            total: How many items or batches will be delivered. None: as the length of the source
+                says, unless the pipeline has a `filter` or `flat_map`.
 
         Raises:
             ImportError: tqdm is not installed; raised when an iteration begins.
@@ -335,6 +339,10 @@ class Pipeline(AsyncOnly, Generic[T]):
         # Only now: if the source has failed to load its state, the next iteration tries again.
         self._last, self._next = position, None
         caller = CallerState()
+        if bar is not None:
+            unit = next((verb.unit for verb in reversed(verbs) if verb.unit), "item")
+            delivered, expected = position.delivered, expected_length(self)
+            bar = partial(bar, initial=delivered, expected=expected, unit=unit)
         return Stream(
             source,
             _build(verbs, caller, position, exact=not self._max_failures),
@@ -343,7 +351,7 @@ class Pipeline(AsyncOnly, Generic[T]):
             max_failures=self._max_failures,
             timeout=self._timeout,
             position=position,
-            bar=bar and partial(bar, initial=position.delivered, expected=expected_length(self)),
+            bar=bar,
             name=name,
         )
 

@@ -327,6 +327,8 @@ async def test_a_bar_shows_how_many_of_how_many(capsys: pytest.CaptureFixture[st
         (_later([1, 2]), {"total": 2}, "2/2"),
         (Pipeline(Lengthless([1, 2, 3])).progress(), {"progress": False}, "3item"),
         (batches.progress(), {"progress": False}, "8/8"),
+        (batches.filter(len).progress(), {"progress": False}, "8batch"),
+        (batches.flat_map(list).progress(), {"progress": False}, "30item"),
     ]
     for source, options, expected in cases:
         strings = aiopar.map(str, source, **{"progress": True, **options})
