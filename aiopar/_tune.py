@@ -56,6 +56,7 @@ class Point:
     p50: float
     p99: float
     largest_batch: int  # in items
+    batch_seconds: float  # of the slowest batches
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,13 @@ class Found:
     best: Curve
     advised: Settings  # those of `best`, with a size that batches have reached
     comparison: Comparison | None  # None if `own` is advised, or misses the goal
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether no others are worth a change."""
+        compared = self.comparison
+        gained = compared is None or compared.gain >= GAIN
+        return self.advised == self.own.settings or not gained
 
 
 class Search:
@@ -213,8 +221,9 @@ class Search:
         runs = [await self._load(batcher, clients) for _ in range(RUNS)]
         self._advanced()
         rate, p50, p99 = map(median, zip(*runs, strict=True))
-        largest_batch = max(Counter(batcher.stats().batch_sizes) - earlier)
-        return Point(clients, rate, p50, p99, largest_batch)
+        stats = batcher.stats()
+        largest_batch = max(Counter(stats.batch_sizes) - earlier)
+        return Point(clients, rate, p50, p99, largest_batch, stats.compute.p99)
 
     async def _load(self, batcher: Batcher[Any, Any], clients: int) -> tuple[float, float, float]:
         """One run: its rate, and the median and the 99th percentile of its latencies."""
@@ -345,7 +354,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise SystemExit(f"module {module!r} has no 'item': name one with --item module:item")
     item = _load(arguments.item or (module, "item"))
     items = [item() for _ in range(ITEMS)] if callable(item) else [item]
-    for line in advice_on_load(examine_cores()):
+    busy = [*advice_on_load(examine_cores())]
+    for line in busy:
         print(f"Warning: {line} Measure on an idle machine.\n", file=sys.stderr)
     with progress_bar(None, unit=" points", disable=None) as bar:
 
@@ -363,9 +373,11 @@ def run(arguments: argparse.Namespace) -> int:
             advanced=bar.update,
         )
         found = asyncio.run(search.run())
-    print(f"\n{_verdict(found)}")
+    print(f"\n{_verdict(found)}{_bounds(found)}")
     _draw(found, arguments.plot)
     print(f"The curves are in {arguments.plot}.")
+    if busy:
+        print("Not reliable: the machine was busy. Measure again on an idle machine.")
     return int(found.best.best is None)
 
 
@@ -408,11 +420,20 @@ def _verdict(found: Found) -> str:
             f"their lowest p99 is {_ms(own.quickest.p99)} ms."
         )
     p99 = f"p99: {_ms(compared.p99)} ms, with the present settings {_ms(compared.own_p99)} ms."
-    if compared.gain < GAIN:
+    if found.keeps_own:
         return f"{keep}\n{found.advised} gained nothing in a second comparison.\n{p99}"
     late = "" if compared.p99 <= own.goal else " It is above the goal: leave room."
     gain = f"{compared.gain:.2f} times those of the present settings"
     return f"{take}\nRequests per second: {gain}.\n{p99}{late}"
+
+
+def _bounds(found: Found) -> str:
+    """A line with the `max_wait` and `max_pending` for the goal, at the rate that was measured."""
+    at, goal = (found.own if found.keeps_own else found.best).best, found.own.goal
+    if at is None or (wait := goal - at.batch_seconds) <= 0:
+        return ""
+    pending = max(float(f"{at.rate * wait:.2g}"), at.largest_batch)
+    return f"\nFor overload: max_wait={wait:.2g}, max_pending={pending:.0f}."
 
 
 def _check_plot(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -87,13 +88,17 @@ def test_it_searches_each_option_and_draws_the_curves(folder: Path) -> None:
 
 
 def test_it_advises_the_largest_size_that_batches_have_reached(folder: Path) -> None:
-    arguments = ["--p99", "10s", "--seconds", "20ms", "--item", "service:item"]
+    arguments = ["--p99", "1s", "--seconds", "20ms", "--item", "service:item"]
     code, out, err = _start(folder, "service:AtMostThree.make", *arguments).end()
     assert code == 0, err
     assert {size for size, _, _ in _rows(out)} == {1, 2, 4}, "larger ones would change nothing"
     verdict = out.rpartition("\n\n")[2]
     assert verdict.startswith("Take max_batch_size=3, "), out
     assert "with the present settings" in verdict
+    bounds = re.search(r"^For overload: max_wait=(.*), max_pending=(\d+)\.$", verdict, re.MULTILINE)
+    assert bounds is not None
+    assert 0 < float(bounds[1]) < 1, "the goal, less the time of a batch"
+    assert int(bounds[2]) >= 3, "a batch"
 
 
 @pytest.mark.parametrize("busy", [False, True])
@@ -107,7 +112,10 @@ def test_a_goal_that_no_settings_reach_is_an_error(
     goal = ["--p99", "0.000001s", "--seconds", "1ms"]
     assert command.main(["tune", "service:pool", *options, *goal]) == 1
     monkeypatch.delitem(sys.modules, "service")
-    assert "No settings keep p99 within 0.001 ms" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "No settings keep p99 within 0.001 ms" in out
+    assert "max_wait" not in out, "no goal, no bounds"
+    assert out.splitlines()[-1].startswith("Not reliable: ") is busy
     assert " points" in terminal.getvalue(), "the progress bar"
     warned = "other programs take time from this one" in terminal.getvalue()
     assert warned is busy
