@@ -581,6 +581,7 @@ class _EpochFactory:
     """Makes the epochs of a loader; owns the workers and buffers that outlive an epoch."""
 
     def __init__(self, settings: _Settings, sampling: Sampling) -> None:
+        self._executor: DeviceExecutor | None = None  # the persistent threads; for the destructor
         self._settings = settings
         self._sampling = sampling
         self._copies: DeviceCopies | None = None
@@ -588,7 +589,6 @@ class _EpochFactory:
             self._copies = DeviceCopies([parse_device(settings.device)], whole=True)
         elif settings.devices is not None:
             self._copies = DeviceCopies(parse_devices(settings.devices), whole=False)
-        self._executor: DeviceExecutor | None = None  # the persistent threads
         self._init: WorkerInit | None = None
         self._epochs: list[Epoch] = []  # those that may still run
 

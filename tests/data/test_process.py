@@ -31,6 +31,7 @@ from tests.data.stateful import (
     Turns,
 )
 from tests.freeing import without_gc
+from tests.gil import needs_gil
 from tests.programs import run
 
 
@@ -204,7 +205,13 @@ async def test_persistent_processes_survive_a_break_and_end_with_the_loader() ->
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("dataset", [range(40), BAD], ids=["broken off", "failed"])
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        pytest.param(range(40), id="broken off"),
+        pytest.param(BAD, id="failed", marks=needs_gil("an idle thread keeps its error")),
+    ],
+)
 async def test_persistent_processes_end_when_the_loader_is_dropped(dataset: Any) -> None:
     def loader() -> AsyncDataLoader[Any]:
         return AsyncDataLoader(dataset, 2, worker_type="process", persistent_workers=True)
