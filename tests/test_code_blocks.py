@@ -93,7 +93,6 @@ def test_a_page_says_how_its_blocks_become_a_file(page: Path) -> None:
 
 
 @pytest.mark.slow  # a kernel for each page
-@pytest.mark.timeout(300)
 @each_page
 def test_a_page_is_a_notebook(page: Path) -> None:
     cells = [new_code_cell(block) for block in _blocks(page)]  # type: ignore[no-untyped-call]

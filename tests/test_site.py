@@ -18,8 +18,6 @@ import aiopar
 ROOT = Path(__file__).resolve().parent.parent
 PHONE_WIDTH = 390
 
-pytestmark = pytest.mark.timeout(300)  # the first test builds the site, in some 20 seconds
-
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:

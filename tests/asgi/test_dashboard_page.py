@@ -11,8 +11,6 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from .program import serve_failing, serve_under_load
 from .served import Served
 
-pytestmark = pytest.mark.timeout(140)
-
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:

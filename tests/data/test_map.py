@@ -105,7 +105,6 @@ class Calling(nn.Module):
 
 
 @pytest.mark.anyio
-@pytest.mark.timeout(240)  # on a busy machine an actor of Ray may take more than a minute to start
 async def test_replicas_run_at_the_same_time(workers: Workers) -> None:
     barrier = threading.Barrier(2, timeout=200)
     module = Calling(lambda _: barrier.wait())

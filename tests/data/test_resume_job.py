@@ -39,7 +39,6 @@ if __name__ == "__main__":
         ),
     ],
 )
-@pytest.mark.timeout(240)  # on a busy machine an actor of Ray may take more than a minute to start
 def test_killed_in_a_save_it_goes_on_with_the_next_item(
     executor: str, fixture: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -13,8 +13,6 @@ from safetensors.torch import load_file
 from examples import embed_corpus
 from examples.quickstart import SentenceEncoder
 
-pytestmark = pytest.mark.timeout(300)  # each run imports transformers and runs a real model
-
 # Killed, as by `kill -9`, in the third window: half way through its file, or before it is known.
 # The imports take seconds: each run is a fork of one process that has done them.
 _PROGRAM = """

@@ -8,8 +8,6 @@ import torch
 
 from examples import gil
 
-pytestmark = pytest.mark.timeout(300)  # five processes import torch
-
 
 def test_it_prints_a_table_with_ratios_and_draws_a_plot(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -8,8 +8,6 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "examples" / "notebooks").glob("*.ipynb"))
 
-pytestmark = pytest.mark.timeout(300)  # each starts an interpreter that imports torch
-
 
 @pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
 def notebook(request: pytest.FixtureRequest) -> nbformat.NotebookNode:

@@ -10,8 +10,6 @@ import torch
 import aiopar
 from examples import quickstart
 
-pytestmark = pytest.mark.timeout(300)  # it imports transformers and runs a real model
-
 
 @pytest.fixture(scope="module")
 def encoder() -> quickstart.SentenceEncoder:

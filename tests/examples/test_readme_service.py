@@ -14,8 +14,6 @@ import pytest
 README = Path(__file__).parents[2] / "README.md"
 PATIENCE = 100.0
 
-pytestmark = pytest.mark.timeout(140)
-
 
 @pytest.fixture(scope="module")
 def port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:

@@ -8,7 +8,6 @@ import torch
 
 from examples import train_digits
 
-pytestmark = pytest.mark.timeout(300)  # it trains a real network three times
 CPU = torch.device("cpu")
 
 

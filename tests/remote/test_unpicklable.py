@@ -120,7 +120,6 @@ def calls(file: Any, connection: Any) -> list[tuple[Callable[..., Any], tuple[An
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(240)  # on a busy machine an actor of Ray may take more than a minute to start
 async def test_the_part_its_type_and_what_to_do_instead(workers: Workers, file: Any) -> None:
     worker = workers.on(worker=0)
     await worker.run_sync(abs, -1)
@@ -155,7 +154,6 @@ def give(make: Callable[[], Any]) -> dict[str, Any]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.timeout(240)  # as above
 async def test_results_modules_and_items(workers: Workers) -> None:
     with _refused(workers, f"the result['a'] (lock) cannot be pickled: {MAKE}"):
         await workers.run_sync(give, threading.Lock)

@@ -13,8 +13,7 @@ from tests.examples.served_example import PATIENCE, ServedExample
 def service() -> Iterator[ServedExample]:
     smollm2()  # the first call converts the weights, which takes longer than a start
     options = f"--devices cpu --timeout {PATIENCE}"
-    # Threads that spin at the barriers of OpenMP make a step 20 times as long on a busy machine.
-    with ServedExample("chat_service", options, OMP_WAIT_POLICY="PASSIVE") as service:
+    with ServedExample("chat_service", options) as service:
         yield service
         service.terminate()
         service.end()

@@ -13,8 +13,6 @@ from tokenizers import Tokenizer
 from examples.chat_service.schemas import CONTEXT, MAX_CHOICES, MODEL, VOCABULARY
 from examples.chat_service.weights import smollm2
 
-pytestmark = pytest.mark.timeout(140)
-
 CAPITAL: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": "What is the capital of France?"}
 ]

@@ -11,8 +11,6 @@ from playwright.sync_api import Browser, Locator, Page, Request, Route, expect
 
 from tests.examples.served_example import PATIENCE, ServedExample
 
-pytestmark = pytest.mark.timeout(140)
-
 ANSWERS = "**/v1/chat/completions"
 
 

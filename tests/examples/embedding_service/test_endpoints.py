@@ -6,8 +6,6 @@ import torch
 from .conftest import Reference, corpus
 from .service import CORPUS_SIZE, Service, asking, embeddings_of
 
-pytestmark = pytest.mark.timeout(140)  # the service imports transformers and runs a real model
-
 TEXTS = [
     "A file is closed.",
     "Ein Satz in einer anderen Sprache, und ein wenig länger: 文も。",

@@ -10,8 +10,6 @@ from examples.embedding_service.answers import MAX_BODY
 
 from .service import Service
 
-pytestmark = pytest.mark.timeout(140)
-
 JSON = {"content-type": "application/json"}
 
 

@@ -14,8 +14,6 @@ from examples.quickstart import read_manual
 from .conftest import TEXTS, Reference, corpus
 from .service import Service, asking, embeddings_of
 
-pytestmark = pytest.mark.timeout(140)
-
 # More than a second's work, however quiet the machine is.
 MANY = [f"{index} {text}"[:200] for index, (text, _) in enumerate(read_manual(256))]
 

@@ -14,8 +14,6 @@ from tests.examples.served_example import PATIENCE
 from .conftest import Reference
 from .service import MODEL, Service
 
-pytestmark = pytest.mark.timeout(140)
-
 TEXTS = ["A file is closed.", "文, ein Satz in einer anderen Sprache.", "word " * 1_500]
 
 

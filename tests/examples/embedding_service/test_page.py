@@ -12,8 +12,6 @@ from tests.examples.served_example import PATIENCE
 from .conftest import corpus
 from .service import CORPUS_SIZE, Service
 
-pytestmark = pytest.mark.timeout(140)
-
 
 @pytest.fixture
 def page(browser: Browser, service: Service) -> Iterator[Page]:

@@ -92,7 +92,6 @@ async def test_requests_that_share_a_batch_name_the_same_one() -> None:
                 assert [_batches(await other) for other in others] == [[(2, 2)]] * 2
 
 
-@pytest.mark.timeout(140)
 def test_a_response_names_the_batches_of_all_of_its_texts(service: Service) -> None:
     texts = [f"number {number}" for number in range(20)]
     batches = _batches(service.post("/similarity", {"source": "one", "texts": texts}))
@@ -100,13 +99,11 @@ def test_a_response_names_the_batches_of_all_of_its_texts(service: Service) -> N
     assert sum(size for _, size in batches) == 21  # nobody else is there
 
 
-@pytest.mark.timeout(140)
 def test_a_response_names_so_many_batches_at_most(service: Service) -> None:
     body = {"source": "one", "texts": ["word " * 300] * (MAX_BATCHES + 4)}  # one is a batch
     assert len(_batches(service.post("/similarity", body))) == MAX_BATCHES
 
 
-@pytest.mark.timeout(140)
 def test_what_asks_for_no_embedding_names_none(service: Service) -> None:
     with service.client() as client:
         assert _batches(client.get("/")) == []

@@ -4,13 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.examples.served_example import PATIENCE
 
 from .service import Service
-
-pytestmark = pytest.mark.timeout(140)
 
 
 def test_the_service_keeps_to_its_schema(service: Service, tmp_path: Path) -> None:

@@ -14,8 +14,6 @@ from .conftest import TEXTS, Reference, end_under_load
 from .service import Service, asking, embeddings_of
 from .test_load import Client
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture(
     scope="module",
