@@ -37,7 +37,7 @@ from ._request import Request
 from ._runner import Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, condition, name_for
-from ._stats import BatcherStats, ContinuousStats
+from ._stats import BatcherStats
 from ._streaming import OutputStream, StreamRequest
 
 _CLOSED = "the batcher was closed before there was a result"
@@ -314,9 +314,9 @@ class BaseBatcher(Generic[In_contra, Out_co]):
         """Whether the batcher takes items: it is open, not closing, and a replica is in service."""
         return self._opened and self._scheduler.in_service and not self._scheduler.closing
 
-    def stats(self) -> BatcherStats | ContinuousStats:
+    def stats(self) -> BatcherStats:
         """Return the statistics of this moment."""
-        raise NotImplementedError
+        return self._scheduler.stats()
 
     @property
     def _seconds_busy(self) -> float:

@@ -24,7 +24,6 @@ from ._replica_pool import ReplicaPool
 from ._runner import BatchRunner, Runner
 from ._scheduler import Scheduler
 from ._settings import BatcherSettings, FunctionKind, fixed_sizes, kind_of
-from ._stats import BatcherStats
 from ._streaming import OutputStream
 
 
@@ -359,10 +358,6 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
                 runner = BatchRunner(scheduler, *options, *where)
             runners.append(runner)
         return runners
-
-    def stats(self) -> BatcherStats:
-        """Return the statistics of this moment."""
-        return self._scheduler.stats()
 
     @property
     def _seconds_busy(self) -> float:

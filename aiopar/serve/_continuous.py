@@ -205,7 +205,7 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
 
     def stats(self) -> ContinuousStats:
         """Return the statistics of this moment."""
-        return self._scheduler.continuous_stats()
+        return self._scheduler.stats()
 
     @property
     def _seconds_busy(self) -> float:

@@ -141,7 +141,7 @@ class ContinuousScheduler(Scheduler):
             if ticked.size:
                 self._tally.stepped(ticked.size, *times)
 
-    def continuous_stats(self) -> ContinuousStats:
+    def stats(self) -> ContinuousStats:
         """A snapshot."""
         with self._lock:
-            return self._tally.continuous_stats(self._queued)
+            return self._tally.stats(self._queued)

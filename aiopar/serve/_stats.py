@@ -159,46 +159,25 @@ class BatcherStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ContinuousStats:
+class ContinuousStats(BatcherStats):
     """A snapshot of a `ContinuousBatcher`; it can be written as JSON.
 
+    It has the attributes of `BatcherStats` too. There a batch is one step, and `queue_wait` is the
+    time until an item joins. An item is answered when its caller has got the result, or has read
+    all parts. Items that wait for their readers or for memory are in flight.
+
     Attributes:
-        submitted: Items that have come, as in `BatcherStats`.
-        answered: Items whose caller has got the result, or has read all parts.
-        failed: Items whose caller has got an error, as in `BatcherStats`.
-        refused: Items that were not accepted, by cause, as in `BatcherStats`.
-        expired: Items whose deadline has passed.
-        cancelled: Items whose caller was cancelled, or has left a stream before its end.
-        queued: Items in the queue.
-        in_flight: Items that have joined a batch, and whose caller still waits or reads. Items that
-            wait for their readers, for memory, or until the batcher is open, count too.
-        last_error: The error of the latest failed item; None before the first.
         steps: How many steps there were.
         parts: How many parts the steps have made.
-        batch_sizes: How many steps there were of each size.
         preempted: How many times an item was stopped, to go on later, because its batch held too
             much or ran out of memory.
-        queue_wait: The time from the call of an item until it joins a batch.
-        compute: The time of a step.
         first_part: The time from the call of an item to its first part.
         between_parts: The time between two parts of an item.
     """
 
-    submitted: int
-    answered: int
-    failed: int
-    refused: dict[str, int]
-    expired: int
-    cancelled: int
-    queued: int
-    in_flight: int
-    last_error: LastError | None
     steps: int
     parts: int
-    batch_sizes: dict[int, int]
     preempted: int
-    queue_wait: Percentiles
-    compute: Percentiles
     first_part: Percentiles
     between_parts: Percentiles
 
@@ -306,7 +285,7 @@ class StepTally(Tally):
         self._first_parts.extend(first_parts)
         self._gaps.extend(gaps)
 
-    def continuous_stats(self, queued: int) -> ContinuousStats:
+    def stats(self, queued: int) -> ContinuousStats:
         """A snapshot."""
         return ContinuousStats(
             **self._counts(queued),

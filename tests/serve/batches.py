@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from aiopar import Batcher, DeviceExecutor, use_executor
-from aiopar.serve import BatcherStats, ContinuousStats
+from aiopar.serve import BatcherStats
 from aiopar.testing import Gate
 from tests.home import AtHome
 
@@ -215,7 +215,7 @@ async def together(
             return await outcomes_of(batcher, items)
 
 
-def outcomes_in(stats: BatcherStats | ContinuousStats) -> dict[str, int]:
+def outcomes_in(stats: BatcherStats) -> dict[str, int]:
     """How many requests had each outcome, by `stats()`; outcomes without requests are left out."""
     counts = {name: getattr(stats, name) for name in ("answered", "failed", "expired", "cancelled")}
     counts["refused"] = sum(stats.refused.values())
