@@ -1,9 +1,16 @@
-"""Cheap HTTP clients: requests are made beforehand, and only the length of answers is parsed."""
+"""Cheap HTTP clients: requests are made beforehand, and only the length of answers is parsed.
 
+As a program it sends one body again and again to a service on this machine, and prints the rate and
+the latency: `python load.py 8000 /predict body.json --clients 32`. It needs nothing but Python.
+"""
+
+import argparse
 import asyncio
 import re
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import quantiles
 
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 HEAD_ENDS = b"\r\n\r\n"
@@ -17,6 +24,14 @@ def post(path: str, body: bytes, content_type: str = "application/octet-stream")
 
 async def requests_per_second(port: int, requests: Sequence[bytes], clients: int) -> float:
     """The rate at which closed-loop clients, one connection each, get all requests answered."""
+    rate, _ = await measure(port, requests, clients)
+    return rate
+
+
+async def measure(
+    port: int, requests: Sequence[bytes], clients: int
+) -> tuple[float, Sequence[float]]:
+    """The same rate, and the seconds that each request took."""
     load = _Load(requests)
     loop = asyncio.get_running_loop()
     connections = [
@@ -28,7 +43,7 @@ async def requests_per_second(port: int, requests: Sequence[bytes], clients: int
         for _, client in connections:
             client.send_next()
         await load.done
-        return len(requests) / (time.perf_counter() - began)
+        return len(requests) / (time.perf_counter() - began), load.seconds
     finally:
         for transport, _ in connections:
             transport.abort()
@@ -58,10 +73,12 @@ class _Load:
         self.waiting: Iterator[bytes] = iter(requests)
         self.expected = len(requests)
         self.bodies: list[bytes] = []
+        self.seconds: list[float] = []
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def answered(self, body: bytes) -> None:
+    def answered(self, body: bytes, seconds: float) -> None:
         self.bodies.append(body)
+        self.seconds.append(seconds)
         if len(self.bodies) == self.expected and not self.done.done():
             self.done.set_result(None)
 
@@ -86,6 +103,7 @@ class _Client(asyncio.Protocol):
         request = next(self._load.waiting, None)
         self._waits = request is not None
         if request is not None:
+            self._sent = time.perf_counter()
             self._transport.write(request)
 
     def data_received(self, data: bytes) -> None:
@@ -98,9 +116,31 @@ class _Client(asyncio.Protocol):
             self._load.failed(UnexpectedAnswer(repr(self._received)))
         elif len(body) >= int(length[1]):
             self._received = b""
-            self._load.answered(body)
+            self._load.answered(body, time.perf_counter() - self._sent)
             self.send_next()
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._waits:  # otherwise all requests are answered
             self._load.failed(error or ConnectionError("the server closed the connection"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure a service, after as many requests to warm up."""
+    parser = argparse.ArgumentParser(description="Load a service on this machine.")
+    parser.add_argument("port", type=int)
+    parser.add_argument("path")
+    parser.add_argument("body", type=Path, help="a file with the body of the requests")
+    parser.add_argument("--content-type", default="application/json")
+    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--requests", type=int, default=2_000)
+    given = parser.parse_args(argv)
+    request = post(given.path, given.body.read_bytes(), given.content_type)
+    for _ in range(2):
+        run = measure(given.port, [request] * given.requests, given.clients)
+        rate, seconds = asyncio.run(run)
+    p50, p99 = (1e3 * quantiles(seconds, n=100)[percent - 1] for percent in (50, 99))
+    print(f"{given.clients} clients: {rate:.0f} requests/s, p50 {p50:.3g} ms, p99 {p99:.3g} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -32,20 +32,20 @@ class Server:
 
     def __init__(self, process: Process, port: int) -> None:
         self._process = process
-        self._port = port
+        self.port = port
 
     async def requests_per_second(self, requests: Sequence[bytes], clients: int) -> float:
         """The rate at which closed-loop clients get answers, while no other server runs."""
-        with self._awake():
-            return await load.requests_per_second(self._port, requests, clients)
+        with self.awake():
+            return await load.requests_per_second(self.port, requests, clients)
 
     async def send(self, requests: Sequence[bytes]) -> list[bytes]:
         """Send requests, and return the bodies of the answers."""
-        with self._awake():
-            return await load.send(self._port, requests)
+        with self.awake():
+            return await load.send(self.port, requests)
 
     @contextlib.contextmanager
-    def _awake(self) -> Iterator[None]:
+    def awake(self) -> Iterator[None]:
         """Let the server run. Otherwise it is stopped, because some servers poll while idle."""
         self._signal(signal.SIGCONT)
         try:
@@ -61,7 +61,7 @@ class Server:
         """
         while self._process.returncode is None:
             with contextlib.suppress(OSError, load.UnexpectedAnswer):
-                await load.send(self._port, [probe])
+                await load.send(self.port, [probe])
                 self._signal(signal.SIGSTOP)
                 return
             await asyncio.sleep(0.1)

@@ -1,5 +1,7 @@
 """What the benchmarks of servers are made of: load, servers, environments of their own, plots."""
 
+import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,22 @@ async def test_clients_send_every_request_once() -> None:
     async with start(COMMAND, PROBE) as server:
         assert await server.send(requests) == bodies
         assert await server.requests_per_second(requests, clients=3) > 0
+
+
+@pytest.mark.asyncio
+@pytest.mark.may_block("a server's output goes to a file")
+async def test_the_program_prints_the_rate_and_the_latency(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    body = tmp_path / "body.json"
+    body.write_text("[1, 2]")
+    async with start(COMMAND, PROBE) as server:
+        options = ["--clients", "2", "--requests", "20"]
+        with server.awake():
+            await asyncio.to_thread(load.main, [str(server.port), "/echo", str(body), *options])
+    assert re.fullmatch(
+        r"2 clients: \d+ requests/s, p50 [\d.]+ ms, p99 [\d.]+ ms\n", capsys.readouterr().out
+    )
 
 
 @pytest.mark.asyncio
