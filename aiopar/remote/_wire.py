@@ -57,7 +57,8 @@ class Encoder(pickle.Pickler):
         try:
             try:
                 self.dump(obj)
-                return self._file.getbuffer(), self._buffers.beside
+                # No `getbuffer`: since CPython 3.13 the collector warns of a file with such a view.
+                return memoryview(self._file.getvalue()), self._buffers.beside
             except (pickle.PicklingError, AttributeError, TypeError):
                 if type(self) is not Encoder:
                     raise

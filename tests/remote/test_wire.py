@@ -1,5 +1,6 @@
 """The wire between processes, from inside: what is sent arrives equal, and apart."""
 
+import gc
 import socket
 import threading
 from collections import OrderedDict, namedtuple
@@ -287,6 +288,14 @@ def test_a_message_that_comes_in_pieces(wire: Wire) -> None:
     sender.start()
     assert same(sent, decode(*wire.there.receive()))
     sender.join()
+
+
+def test_the_garbage_collector_may_free_a_message_and_its_encoder() -> None:
+    encoder = Encoder()
+    garbage = [encoder, encoder.encode([1])]
+    garbage.append(garbage)
+    del encoder, garbage
+    gc.collect()  # a warning would be an error
 
 
 def test_buffers_that_do_not_fit_leave_nothing_behind() -> None:
