@@ -65,10 +65,6 @@ def iterable(asynchronous: bool, source: Source) -> Any:
     return source.later() if asynchronous else source
 
 
-def is_even(n: int) -> bool:
-    return n % 2 == 0
-
-
 def is_odd(n: int) -> bool:
     return n % 2 == 1
 

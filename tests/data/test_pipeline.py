@@ -22,6 +22,7 @@ from tests.data.streams import (
     running,
     until,
 )
+from tests.generators import autocast_nesting
 
 FUNCTIONS = pytest.mark.parametrize(
     ("fn", "concurrency"), [(double, None), (double, 3), (double_async, None), (double_async, 3)]
@@ -108,16 +109,12 @@ async def test_the_item_type_of_a_flat_map_is_that_of_the_returned_iterables() -
 async def test_a_flat_map_with_workers_leaves_the_readers_state_alone(
     fn: Callable[[int], Any],
 ) -> None:
-    def nesting() -> int:
-        torch.autocast_increment_nesting()
-        return torch.autocast_decrement_nesting()
-
     async with Pipeline(range(50)).flat_map(fn, concurrency=2) as stream:
         with torch.no_grad(), torch.autocast("cpu"), torch.autocast("cpu"):
             async for _ in stream:
                 assert not torch.is_grad_enabled()
                 assert torch.is_autocast_enabled("cpu")
-                assert nesting() == 2
+                assert autocast_nesting() == 2
 
 
 @pytest.mark.anyio

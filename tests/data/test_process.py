@@ -341,9 +341,6 @@ async def test_errors() -> None:
         await read(loader(Dying(set(), 8), max_failures=5))
 
 
-STORED = ConnectionError("always the same")
-
-
 @pytest.mark.asyncio
 @pytest.mark.parametrize("in_order", [True, False])
 async def test_a_sample_may_not_end_the_epoch(in_order: bool) -> None:
