@@ -74,12 +74,14 @@ html_theme = "furo"
 pygments_dark_style = "github-dark"  # furo's own underlines names of modules, as if they were links
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 html_favicon = "_static/favicon.svg"
 html_copy_source = html_show_sphinx = html_show_copyright = False
 
 
 # Close together, so that a whole diagram can be read on a phone.
 MERMAID = {
+    "themeVariables": {"edgeLabelBackground": "#fff"},  # the page shows behind labels of lines
     "flowchart": {"nodeSpacing": 20, "rankSpacing": 30, "padding": 8, "diagramPadding": 4},
     "sequence": {"actorMargin": 16, "width": 100, "diagramMarginX": 4, "messageMargin": 28},
 }

@@ -77,12 +77,12 @@ def test_every_guide_has_a_picture(site: Path) -> None:
 
 def test_public_names_are_linked_to_their_source(site: Path) -> None:
     source = "../_modules/aiopar/serve/_batcher.html#Batcher"
-    assert source in _attributes(site / "api" / "serve.html", "a href")
+    assert source in _attributes(site / "api" / "batcher.html", "a href")
 
 
 def test_classes_in_a_guide_are_linked_to_the_api(site: Path) -> None:
     links = _attributes(site / "guides" / "serving.html", "a href")
-    assert {"../api/serve.html#aiopar.Batcher", "../api/errors.html#aiopar.InvalidInput"} <= {
+    assert {"../api/batcher.html#aiopar.Batcher", "../api/errors.html#aiopar.InvalidInput"} <= {
         *links
     }
 
@@ -100,7 +100,7 @@ def test_search_finds_an_argument_of_a_class(page: Page, site: Path) -> None:
     page.keyboard.press("Enter")
     results = page.locator("#search-results li")
     expect(results.filter(has_text="Tuning batching")).not_to_have_count(0)
-    results.get_by_role("link", name="Serving", exact=True).click()
+    results.get_by_role("link", name="Batcher", exact=True).click()
     expect(page.locator("[id='aiopar.Batcher']")).to_contain_text("max_batch_size")
 
 
@@ -109,18 +109,22 @@ def test_search_finds_an_argument_of_a_class(page: Page, site: Path) -> None:
     [
         ("503", "errors"),
         ("499", "errors"),
-        ("queue full", "errors"),
+        ("queue full", "guides/overload"),
+        ("kill -9", "guides/resume"),
+        ("resume", "guides/resume"),
         ("Overloaded", "errors"),
         ("security", "security"),
         ("pickle", "security"),
         ("shared memory", "footprint"),
         ("progress bar", "guides/streaming_inference"),
-        ("last error", "guides/operations"),
+        ("why requests fail", "guides/operations"),
     ],
 )
-def test_search_finds_the_page(page: Page, site: Path, words: str, name: str) -> None:
+def test_search_puts_the_page_first_or_second(
+    page: Page, site: Path, words: str, name: str
+) -> None:
     page.goto(f"{(site / 'search.html').as_uri()}?q={words}")
-    found = page.locator(f"#search-results li a[href^='{name}.html']")
+    found = page.locator(f"#search-results li:nth-child(-n+2) a[href^='{name}.html']")
     expect(found).not_to_have_count(0)
 
 
@@ -140,6 +144,17 @@ def _wider_than_their_box(page: Page, site: Path, width: int, selector: str) -> 
 
 def test_no_page_and_no_diagram_is_wider_than_a_phone(page: Page, site: Path) -> None:
     assert _wider_than_their_box(page, site, PHONE_WIDTH, "html, .diagram") == []
+
+
+@pytest.mark.parametrize(("width", "name"), [(PHONE_WIDTH, "aiopar_narrow"), (1280, "aiopar")])
+def test_the_diagram_of_the_home_page_has_the_shape_of_the_window(
+    page: Page, site: Path, width: int, name: str
+) -> None:
+    page.set_viewport_size({"width": width, "height": 844})
+    page.goto((site / "index.html").as_uri())
+    shown = page.get_by_role("img", name="Tasks await a batcher")
+    expect(shown).to_have_js_property("currentSrc", (site / "_static" / f"{name}.svg").as_uri())
+    assert shown.evaluate("image => image.naturalWidth") > 0
 
 
 def test_code_fits_into_its_box(page: Page, site: Path) -> None:
@@ -189,5 +204,5 @@ def test_a_dark_page_is_dark_and_so_are_its_diagrams(page: Page, site: Path) -> 
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert max(map(int, background.removeprefix("rgb(").removesuffix(")").split(","))) < 60
     expect(page.locator(".diagram svg").first).to_have_css(
-        "filter", "invert(0.9) hue-rotate(180deg)"
+        "filter", "invert(0.93) hue-rotate(180deg)"
     )
