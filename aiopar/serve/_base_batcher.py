@@ -320,8 +320,12 @@ class BaseBatcher(Generic[In_contra, Out_co]):
 
     @property
     def _seconds_busy(self) -> float:
-        """The shortest time for which a replica or worker has run its present call."""
-        raise NotImplementedError
+        """The shortest time for which a replica or runner has run its present batch or step."""
+        if self.pool is not None:
+            return self.pool._seconds_busy
+        now, runners = monotonic(), self._scheduler.runners
+        began = [batch.began or now for one in runners if (batch := one.batch) is not None]
+        return now - max(began, default=now) if len(began) == len(runners) else 0.0
 
     @property
     def _executors(self) -> list[DeviceExecutor]:

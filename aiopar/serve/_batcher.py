@@ -3,7 +3,6 @@
 from collections.abc import Callable, Coroutine, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import cycle, islice
-from time import monotonic
 from typing import Any, overload
 
 import torch
@@ -361,14 +360,8 @@ class Batcher(BaseBatcher[In_contra, Out_co]):
 
     @property
     def _seconds_busy(self) -> float:
-        """The shortest time that a replica or runner has run its batch; 0.0 for streams."""
-        if self.pool is not None:
-            return self.pool._seconds_busy
-        now, runners = monotonic(), self._scheduler.runners
-        began = [batch.began or now for one in runners if (batch := one.batch) is not None]
-        if self._kind.streams or len(began) < len(runners):
-            return 0.0
-        return now - max(began, default=now)
+        # A stream may last as long as its readers want.
+        return 0.0 if self._kind.streams else super()._seconds_busy
 
 
 def _executor_for(fn: Callable[[Any], Any]) -> DeviceExecutor:

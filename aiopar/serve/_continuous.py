@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from time import monotonic
 from typing import Any, Generic, overload
 from weakref import WeakMethod
 
@@ -206,14 +205,6 @@ class ContinuousBatcher(BaseBatcher[In_contra, Out_co], Generic[In_contra, Part_
     def stats(self) -> ContinuousStats:
         """Return the statistics of this moment."""
         return self._scheduler.stats()
-
-    @property
-    def _seconds_busy(self) -> float:
-        """The shortest time for which a replica or worker has run its present step."""
-        if self.pool is not None:
-            return self.pool._seconds_busy
-        now, runs = monotonic(), self._scheduler.runs()
-        return now - max((run.began or now for run in runs), default=now)
 
     # Runners.
 

@@ -308,12 +308,12 @@ class PoolReplica:
         except OutsideModule as outside:
             foreign, outside.__cause__ = outside.__cause__, None
         except (Exception, SystemExit) as error:
-            add_note_once(error, f"in {self._where}")
+            add_note_once(error, f"in {self.where}")
             if isinstance(error, WorkerLost):
                 # The listeners are told here, because a caller that has left handles no error.
                 for on_host_lost in live_methods(self.worker.on_host_lost):
                     on_host_lost(self.worker, error)
-                raise ReplicaFailed(f"{self._where} has lost its host", module) from error
+                raise ReplicaFailed(f"{self.where} has lost its host", module) from error
             self._check_health(module, caller, error)
             raise
         finally:
@@ -337,7 +337,8 @@ class PoolReplica:
         return ModuleCall(module, self.worker.device, self._settings.inference_mode)
 
     @property
-    def _where(self) -> str:
+    def where(self) -> str:
+        """Which replica it is, for messages."""
         return f"replica {self.index} on device {self.worker.label}"
 
     def _check_health(self, module: nn.Module, caller: CallerState, error: BaseException) -> None:
@@ -361,7 +362,7 @@ class PoolReplica:
             with self._lock:
                 if self.module is module:  # no other module was installed meanwhile
                     self.state = "rebuilding"  # calls in its queue go to another replica
-            raise ReplicaFailed(f"{self._where} fails on the warm-up as well", module) from error
+            raise ReplicaFailed(f"{self.where} fails on the warm-up as well", module) from error
         finally:
             ended = monotonic()
             self._next_check = ended + _CHECK_PAUSE * (ended - began)
@@ -397,7 +398,7 @@ class PoolReplica:
             self.warm_up(module, caller, *(sorted(sizes) or (None,)))
             self.warmed_up = sizes
         except Exception as error:
-            add_note_once(error, f"in the warm-up of {self._where}")
+            add_note_once(error, f"in the warm-up of {self.where}")
             raise
         finally:
             if may_compile:

@@ -390,7 +390,7 @@ class StepRun:
 
     def _handle(self, ticked: Ticked, began: float, watch: BatchWatch | None) -> list[Delivery]:
         """Note the result of a tick. Returns what the callers get."""
-        now, deliveries = monotonic(), list[Delivery]()
+        now, deliveries, replica = monotonic(), list[Delivery](), self.runner.replica
         first_parts, gaps = self._time_parts(ticked, now)
         for key, part in ticked.parts:
             one = self.running[key]
@@ -399,7 +399,8 @@ class StepRun:
         ended = [self.running[key] for key, _ in ticked.ended]
         for one, (_, end) in zip(ended, ticked.ended, strict=True):
             if isinstance(end, BaseException):
-                self._note(end)
+                if replica is not None:
+                    add_note_once(end, f"in {replica.where}")
                 deliveries.append((one.request, end.__traceback__, 0, end))
             elif not one.request.streams_outputs:
                 deliveries.append((one.request, end.result, 0, None))
@@ -435,11 +436,6 @@ class StepRun:
             if request.produced is None:
                 request.produced = []
             request.produced.append(part)
-
-    def _note(self, error: BaseException) -> None:
-        replica = self.runner.replica
-        if replica is not None:
-            add_note_once(error, f"in replica {replica.index} on device {replica.worker.label}")
 
     # At the end of a tick; from any thread.
 
