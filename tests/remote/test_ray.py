@@ -211,7 +211,7 @@ async def test_a_killed_actor_fails_its_calls_and_is_replaced() -> None:
         assert await executor.run_sync(os.getpid) != victim
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_a_running_call_does_not_hold_up_the_end_for_longer_than_its_timeout(
     tmp_path: Path,
 ) -> None:
@@ -224,7 +224,7 @@ async def test_a_running_call_does_not_hold_up_the_end_for_longer_than_its_timeo
     assert all(isinstance(call.exception(), aiopar.WorkerLost) for call in queued)
 
 
-@pytest.mark.anyio
+@pytest.mark.asyncio
 async def test_closing_gives_up_an_actor_that_finds_no_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
