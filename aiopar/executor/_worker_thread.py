@@ -162,10 +162,12 @@ class ThreadWorker:
 
     @property
     def load(self) -> float:
+        # First: a call that is taken meanwhile counts twice then, and not never.
+        queued = sum(len(q.calls) / len(q.workers) for q in self.queues)
         thread = self.thread
         running = thread is not None and thread.call is not None
         launched = 0 if self.launches is None else self.launches.pending
-        return running + launched + sum(len(q.calls) / len(q.workers) for q in self.queues)
+        return queued + running + launched
 
     @property
     def idle(self) -> bool:
@@ -327,15 +329,15 @@ class ThreadWorker:
 
     def stats(self) -> WorkerStats:
         with self._lock:
+            queued = 0  # before `running`, as in `load`
+            for each in self.queues:  # its part of the calls of each queue
+                workers, rank = len(each.workers), each.workers.index(self)
+                queued += (each.queued + workers - 1 - rank) // workers
             total = _Counts()
             running = 0
             for thread in self._threads:
                 total.add(thread.counts)
                 running += thread.state is _ThreadState.DETACHED or thread.call is not None
-            queued = 0
-            for each in self.queues:  # its part of the calls of each queue
-                workers, rank = len(each.workers), each.workers.index(self)
-                queued += (each.queued + workers - 1 - rank) // workers
         return WorkerStats(
             self.device,
             queued,
@@ -387,7 +389,6 @@ class _WorkerThread(threading.Thread):
                 call = self._next()
                 if call is None:
                     return
-                self.call = call
                 call.queue = None
                 if call.on_claimed is not None:
                     call.leave_queue()
@@ -413,6 +414,7 @@ class _WorkerThread(threading.Thread):
                 self._sleep()
                 woken = True
             stopping = self.worker.stopping  # then look once more: calls queued before it run
+        self.call = call  # now, so that it counts for the load: what follows takes long
         if self._idle_in:
             self._leave_idle(call.queue if woken and call is not None else None)
         return call
