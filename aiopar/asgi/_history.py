@@ -121,9 +121,14 @@ def _of_process(service: Service) -> dict[str, Any]:
 
 
 def _batcher(batcher: BaseBatcher[Any, Any]) -> dict[str, Any]:
-    settings = batcher._settings
-    bounds = {"max_batch_size": settings.max_batch_size, "max_pending": settings.max_pending}
-    return {"name": batcher.name, **bounds, **asdict(batcher.stats())}
+    settings, runners = batcher._settings, batcher._scheduler.runners
+    return {
+        "name": batcher.name,
+        "max_batch_size": settings.max_batch_size,
+        "max_pending": settings.max_pending,
+        "concurrency": sum(runner.in_service for runner in runners),
+        **asdict(batcher.stats()),
+    }
 
 
 def _worker(worker: Worker) -> dict[str, Any]:

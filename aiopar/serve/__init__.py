@@ -10,7 +10,7 @@ from ._replica_pool import ReplicaPool
 from ._stats import (
     BatcherStats,
     ContinuousStats,
-    LastError,
+    ErrorStats,
     ModelStats,
     Percentiles,
     PoolStats,
@@ -30,8 +30,8 @@ __all__ = [
     "ContinuousBatcher",
     "ContinuousStats",
     "Done",
+    "ErrorStats",
     "ItemInfo",
-    "LastError",
     "ModelStats",
     "ModelStore",
     "OpenTelemetryTracing",

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache, partial
 from math import inf
 from operator import attrgetter
-from time import monotonic, time
+from time import monotonic
 from weakref import ref
 
 from .._base.forking import ReentrantLock, Registry
@@ -22,7 +22,7 @@ from ._replica import ReplicaFailed
 from ._request import PartOutcome, Request, deliver_soon
 from ._runner import BatchRun, Runner, RunningBatch
 from ._settings import BatcherSettings
-from ._stats import BatcherStats, LastError, Tally
+from ._stats import BatcherStats, Tally
 
 _MOST_KEYS = 1024
 """A scheduler remembers at least this many keys."""
@@ -286,7 +286,7 @@ class Scheduler:
         failure = None
         if error is not None and request.outcome == "failed":
             # Not under the lock, because the user's `__str__` is called.
-            failure = LastError(in_one_line(error)[:_LONGEST_TEXT], time())
+            failure = in_one_line(error)[:_LONGEST_TEXT]
         with self._lock:
             tally.left(request, failure)
 

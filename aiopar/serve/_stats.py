@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from statistics import quantiles
+from time import time
 from typing import Any, Literal, TypeAlias
 
 from ._observer import ItemInfo, Outcome
@@ -91,6 +92,7 @@ class StoreStats:
 
 
 _LATEST = 1024  # how many durations are kept
+_ERRORS = 5  # how many different errors are kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +105,20 @@ class Percentiles:
 
 
 @dataclass(frozen=True, slots=True)
-class LastError:
-    """The latest error of a batcher, in words: the error itself is not kept.
+class ErrorStats:
+    """An error of failed items, in words: the error itself is not kept.
 
     aiopar puts no items into the text. But the text has the error's own message, and a function may
     put a part of an item into its message: a `KeyError` shows the key.
 
     Attributes:
         text: The type and the first line of the message that is not empty, up to 200 characters.
-        time: When the caller got the error, by `time.time`.
+        count: How many items have failed with this text, since it is among the latest.
+        time: When a caller last got the error, by `time.time`.
     """
 
     text: str
+    count: int
     time: float
 
 
@@ -138,7 +142,8 @@ class BatcherStats:
         queued: Items in the queue.
         in_flight: Items that have left the queue, and whose caller still waits or reads. Items
             that wait until the batcher is open count too.
-        last_error: The error of the latest failed item; None before the first.
+        errors: The latest errors of failed items, the latest first: up to five with different
+            texts.
         batch_sizes: How many batches there were of each size.
         queue_wait: The time from the call of an item to the start of its batch.
         compute: The time of a batch, with collating, and with further runs after an error.
@@ -152,7 +157,7 @@ class BatcherStats:
     cancelled: int
     queued: int
     in_flight: int
-    last_error: LastError | None
+    errors: tuple[ErrorStats, ...]
     batch_sizes: dict[int, int]
     queue_wait: Percentiles
     compute: Percentiles
@@ -190,18 +195,22 @@ class Tally:
         self.submitted = 0
         self._outcomes: Counter[Outcome] = Counter()
         self._refused: Counter[str] = Counter()
-        self._last_error: LastError | None = None
+        self._errors: dict[str, ErrorStats] = {}  # by text, the latest last
         self._batch_sizes: Counter[int] = Counter()
         self._waits: deque[float] = deque(maxlen=_LATEST)
         self._computes: deque[float] = deque(maxlen=_LATEST)
 
-    def left(self, request: ItemInfo, error: LastError | None) -> None:
-        """The caller of `request` has its outcome; `error` if this is a failure."""
+    def left(self, request: ItemInfo, error: str | None) -> None:
+        """The caller of `request` has its outcome; the text of its `error` if this is a failure."""
         self._outcomes[request.outcome] += 1
         if request.refused is not None:
             self._refused[request.refused] += 1
         if error is not None:
-            self._last_error = error
+            before = self._errors.pop(error, None)
+            count = 1 if before is None else before.count + 1
+            self._errors[error] = ErrorStats(error, count, time())
+            if len(self._errors) > _ERRORS:
+                del self._errors[next(iter(self._errors))]
 
     def began(self, batch: Sequence[Request], now: float) -> None:
         """A batch was taken from the queue."""
@@ -239,7 +248,7 @@ class Tally:
             "cancelled": self._outcomes["cancelled"],
             "queued": queued,
             "in_flight": self.submitted - self._outcomes.total() - queued,
-            "last_error": self._last_error,
+            "errors": tuple(reversed(self._errors.values())),
             "batch_sizes": dict(sorted(self._batch_sizes.items())),
             "queue_wait": percentiles(self._waits),
             "compute": percentiles(self._computes),

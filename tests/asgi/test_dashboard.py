@@ -146,6 +146,7 @@ async def test_events_are_the_statistics() -> None:
                 "name": name,
                 "max_batch_size": 4,
                 "max_pending": 9,
+                "concurrency": 2,
                 **json.loads(json.dumps(asdict(stats))),
             }
             for name, stats in (("linear", batcher.stats()), ("steps", steps.stats()))
@@ -221,8 +222,9 @@ async def test_history_is_kept_while_no_page_is_open() -> None:
             history = await first.sampled(2)
             (before,), (after,) = history[0]["batchers"], history[-1]["batchers"]
             assert [before["failed"], after["failed"]] == [0, 1]
-            assert before["last_error"] is None
-            assert after["last_error"]["text"] == "ArithmeticError: cannot add 1"
+            assert before["errors"] == []
+            (error,) = after["errors"]
+            assert (error["text"], error["count"]) == ("ArithmeticError: cannot add 1", 1)
             # The pages get the same samples.
             await watched.sampled(1)
             count = watched.asked

@@ -96,6 +96,7 @@ def _batcher(**changes: Any) -> dict[str, Any]:
         "name": "model",
         "max_batch_size": 32,
         "max_pending": 1000,
+        "concurrency": 1,
         "queued": 0,
         "in_flight": 0,
         "submitted": 0,
@@ -104,7 +105,7 @@ def _batcher(**changes: Any) -> dict[str, Any]:
         "refused": {},
         "expired": 0,
         "cancelled": 0,
-        "last_error": None,
+        "errors": [],
         "batch_sizes": {},
         "queue_wait": _SECONDS,
         "compute": _SECONDS,
@@ -222,9 +223,10 @@ def test_failures_are_shown_at_once_and_stay_in_the_history(browser: Browser) ->
         failed = _card(page, "Failed")
         expect(failed.locator(".value.bad")).to_have_text(re.compile(r"^[\d.]*[1-9]$"))
         expect(failed).to_contain_text(re.compile(r"per second, 100\s% of all"))
-        error = page.locator(".error")
-        expect(error).to_contain_text(re.compile(r"^Last error, .*: ValueError: <b>no</b>$"))
-        assert error.locator("b").count() == 0
+        error = page.locator(".errors li")
+        expect(error).to_have_count(1)
+        expect(error).to_have_text(re.compile(r"^3 failed, the latest .*: ValueError: <b>no</b>$"))
+        assert error.locator("span b").count() == 0
         expect(_card(page, "Requests")).to_contain_text("3 failed so far")
         line = _card(page, "Requests").locator("path.bad")
         expect(line).to_have_attribute("d", re.compile("M.*L"))
@@ -238,6 +240,46 @@ def test_failures_are_shown_at_once_and_stay_in_the_history(browser: Browser) ->
         expect(line).to_have_attribute("d", re.compile("M.*L"))
         expect(error).to_contain_text(" s ago (")
         page.close()
+
+
+def test_each_kind_of_error_is_shown_the_latest_first(page: Page, served: Served) -> None:
+    errors = [
+        {"text": "ArithmeticError: out of range", "count": 1200, "time": 1_700_000_010},
+        {"text": "RuntimeError: shapes", "count": 1, "time": 1_700_000_001},
+    ]
+    _show(page, served, _sample(11, batchers=[_batcher(failed=1201, errors=errors)]))
+    clock = r"\(\d+:\d\d:\d\d .*\)"
+    expect(page.locator(".errors li")).to_have_text(
+        [
+            re.compile(f"^1,200 failed, the latest 1 s ago {clock}: ArithmeticError: out of range"),
+            re.compile(f"^1 failed, the latest 10 s ago {clock}: RuntimeError: shapes"),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("busy", "cause", "executors", "hinted"),
+    [
+        (2.0, "queue_full", 1, True),
+        (3.9, "queue_full", 1, False),
+        (2.0, "max_batch_cost", 1, False),
+        (2.0, "queue_full", 2, False),
+    ],
+    ids=["a worker is idle", "no worker is idle", "the queue is not full", "whose worker is idle"],
+)
+def test_a_full_queue_beside_an_idle_worker_is_explained(
+    page: Page, served: Served, busy: float, cause: str, executors: int, hinted: bool
+) -> None:
+    def sample(at: float, refused: int, busy: float) -> dict[str, Any]:
+        workers = [_worker("cpu", busy_seconds=busy / 2) for _ in range(2)]
+        batcher = _batcher(max_pending=16, refused={cause: refused})
+        pools = [{"name": "aiopar", "workers": workers}] * executors
+        return _sample(at, batchers=[batcher], executors=pools)
+
+    _show(page, served, sample(10, 3, 0.0), sample(12, 4, busy))
+    expect(page.get_by_text("Now: 1 batch at a time (concurrency)")).to_be_visible()
+    hint = page.get_by_text("but workers were idle: this batcher runs 1 batch at a time")
+    expect(hint).to_be_visible(visible=hinted)
 
 
 def test_steps_of_a_continuous_batcher(page: Page, served: Served) -> None:

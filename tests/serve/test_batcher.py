@@ -197,7 +197,7 @@ async def test_no_item_starves(workers: Workers) -> None:
 
 async def test_stats(workers: Workers) -> None:
     none = aiopar.serve.Percentiles(0.0, 0.0, 0.0)
-    assert Batcher(str).stats() == BatcherStats(0, 0, 0, {}, 0, 0, 0, 0, None, {}, none, none)
+    assert Batcher(str).stats() == BatcherStats(0, 0, 0, {}, 0, 0, 0, 0, (), {}, none, none)
     async with busy(workers=workers, always=True, max_batch_size=3) as callers:
         await callers.queue(*range(4))
         stats = callers.batcher.stats()

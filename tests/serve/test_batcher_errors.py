@@ -81,7 +81,7 @@ async def test_invalid_input_is_a_refusal_and_no_failure(workers: Workers) -> No
     assert type(callers.outcomes["bad"]) is aiopar.InvalidInput
     stats = callers.batcher.stats()
     assert (stats.answered, stats.failed, stats.refused) == (2, 0, {"invalid_input": 1})
-    assert stats.last_error is None
+    assert stats.errors == ()
 
 
 @on_asyncio
@@ -96,7 +96,7 @@ async def test_invalid_input_is_a_refusal_and_no_failure(workers: Workers) -> No
     ],
     ids=["two lines", "empty lines first", "key", "long", "without a message"],
 )
-async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], text: str) -> None:
+async def test_an_error_is_kept_in_words(make: Callable[[], Exception], text: str) -> None:
     def fail(items: list[str]) -> list[str]:
         if items == ["item"]:
             error = make()
@@ -111,18 +111,34 @@ async def test_the_last_error_is_kept_in_words(make: Callable[[], Exception], te
     async with open_batcher(None, fail) as batcher:
         with pytest.raises(aiopar.DeadlineExceeded):
             await batcher("late", timeout=0.0)
-        assert batcher.stats().last_error is None, "no failure"
+        assert batcher.stats().errors == (), "no failure"
         before = time.time()
         with suppress(Bad, Missing, Speechless):
             await batcher("item")
-        last = batcher.stats().last_error
-        assert last is not None
-        assert last.text == text
+        (last,) = batcher.stats().errors
+        assert (last.text, last.count) == (text, 1)
         assert before <= last.time <= time.time()
         assert await batcher("good") == "good"
-        assert batcher.stats().last_error == last, "an answer does not take it away"
+        assert batcher.stats().errors == (last,), "an answer does not take it away"
         collect_without_gil()
         assert errors[0]() is None, "only its words are kept"
+
+
+@on_asyncio
+async def test_the_latest_five_kinds_of_errors_are_kept() -> None:
+    def fail(items: list[str]) -> list[str]:
+        raise Bad(items[0])
+
+    async with open_batcher(None, fail) as batcher:
+        for kind in "abacdaefb":
+            with pytest.raises(Bad):
+                await batcher(kind)
+        errors = batcher.stats().errors
+    # "b" was forgotten when "f" came, and begins again.
+    shown = [(error.text, error.count) for error in errors]
+    assert shown == [("Bad: b", 1), ("Bad: f", 1), ("Bad: e", 1), ("Bad: a", 3), ("Bad: d", 1)]
+    times = [error.time for error in errors]
+    assert times == sorted(times, reverse=True)
 
 
 _NOT_OF_THE_CALLER = [
@@ -165,8 +181,7 @@ async def test_an_item_has_failed_whatever_its_function_raises(
         assert error is not None
         assert raised in (type(error), type(error.__cause__))
         assert outcomes_in(batcher.stats()) == {"failed": 1}
-        last = batcher.stats().last_error
-        assert last is not None
+        (last,) = batcher.stats().errors
         assert last.text.startswith(f"{got.__name__}: the function")
         assert await ask("good") == "good"
 

@@ -419,7 +419,7 @@ class Batcher(RuleBasedStateMachine):
             assert stats.queued + stats.in_flight == ends.pop("waits", 0)
             assert outcomes_in(stats) == ends
             assert stats.in_flight >= 0
-            assert (stats.last_error is None) == (not stats.failed)
+            assert bool(stats.errors) == bool(stats.failed)
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
