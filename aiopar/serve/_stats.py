@@ -172,7 +172,7 @@ class ContinuousStats(BatcherStats):
     all parts. Items that wait for their readers or for memory are in flight.
 
     Attributes:
-        steps: How many steps there were.
+        steps: How many steps there were, without those that raised an error.
         parts: How many parts the steps have made.
         preempted: How many times an item was stopped, to go on later, because its batch held too
             much or ran out of memory.
