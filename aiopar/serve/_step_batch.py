@@ -151,8 +151,7 @@ class StepBatch:
         if fitting:
             self._step(stepper, fitting, ticked, None)
             if not ticked.size:
-                errors = [end for _, end in ticked.ended if isinstance(end, BaseException)]
-                ticked.failure = errors[-1] if errors else None
+                ticked.failure = _error_in(ticked)  # an error's traceback may hold this frame
         for key in [key for key, _ in ticked.ended]:
             self._remove(stepper, key)
         self._bound(stepper, keys, ticked)
@@ -341,6 +340,12 @@ def _stop(stepper: AnyStepper, state: Any) -> None:
             stop(state)
         except (Exception, SystemExit) as error:  # noqa: BLE001  # no caller waits for it
             logger.error("a stepper failed when a state was stopped", exc_info=error)
+
+
+def _error_in(ticked: Ticked) -> BaseException | None:
+    """The last error among the results of a tick."""
+    ends = [end for _, end in ticked.ended if isinstance(end, BaseException)]
+    return ends[-1] if ends else None
 
 
 def _sendable(end: Done[Any] | BaseException) -> Done[Any] | BaseException:
