@@ -251,6 +251,8 @@ class _RaySlot(HostSlot):
     def host_lost(self) -> None:
         """Have no more calls sent here until there is a new actor; from any thread."""
         error = WorkerLost(f"worker {self.worker.label} was lost", may_have_run=False)
+        # First: a pool must not wait here for a new actor before the warm-up does.
+        self.warming = "queued"
         for on_host_lost in live_methods(self.worker.on_host_lost):
             on_host_lost(self.worker, error)
         self.warm_up()
