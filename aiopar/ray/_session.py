@@ -1,5 +1,6 @@
 """Ray in this process: starts it, watches the actors, shuts it down."""
 
+import concurrent.futures
 import ctypes
 import logging
 import os
@@ -7,7 +8,6 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from .._base.tracebacks import logger
+from ..futures._future import Future
 from ._link import ActorLink, reason
 
 NAMESPACE = "aiopar"
@@ -30,7 +31,7 @@ _PATIENCE = 25  # the same while it loads a value; a warning says that one has n
 class _Pulse:
     """Whether an actor answers."""
 
-    ping: Future[bool] | None = None  # the latest one
+    ping: concurrent.futures.Future[bool] | None = None  # the latest one
     misses: int = 0  # the periods since the actor should have started, or answered
 
 
@@ -96,19 +97,12 @@ class Session(threading.Thread):
 
     def ready_for(self, address: str | None) -> Future[None]:
         """As `ready`, for one executor; fails if the executor's `address` is another cluster's."""
-        ready: Future[None] = Future()
 
-        def joined(done: Future[None]) -> None:
-            try:
-                done.result()
-                check_joined(address)
-            except BaseException as error:  # noqa: BLE001  # the calls raise it
-                ready.set_exception(error)
-            else:
-                ready.set_result(None)
+        def check(ready: Future[None]) -> None:
+            ready.result()
+            check_joined(address)
 
-        self.ready.add_done_callback(joined)
-        return ready
+        return self.ready.then(check)
 
     @property
     def failed(self) -> bool:
